@@ -1,0 +1,107 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""
+`hf-dflash <command> ...`: one command for each stage, each in the module that does the work.
+
+Only the module of the chosen command is imported.
+"""
+
+import difflib
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+
+
+# In the order in which a job uses them: command -> (module, function, phrase).
+COMMANDS = {
+    "mix": ("hf_dflash.data.mixture", "main", "several prompt sources -> one prompt set"),
+    "generate": ("hf_dflash.data.completions", "main", "the target writes the completions"),
+    "tokenize": ("hf_dflash.data.tokenization", "main", "completions (JSONL) -> loss-masked tokens"),
+    "check": ("hf_dflash.data.checks", "main", "report on a tokenized dataset, and refuse a useless one"),
+    "plan": ("hf_dflash.training.plan", "main", "devices, memory and balance of a training run, before it loads"),
+    "train": ("hf_dflash.training.run", "main", "train a drafter"),
+    "monitor": ("hf_dflash.monitor", "main", "live page of a training run"),
+    "evaluate": ("hf_dflash.evaluation.benchmark", "main", "acceptance length and speed against plain decoding"),
+    "export": ("hf_dflash.hub.layouts", "main_export", "write the layout that serving engines read"),
+    "import": ("hf_dflash.hub.layouts", "main_import", "read a drafter in another project's layout"),
+    "verify": ("hf_dflash.hub.verify", "main", "check that a saved or published drafter works"),
+}
+
+PACKAGE = Path(__file__).parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    Runs one command.
+
+    Args:
+        argv (`list[str]`, *optional*, defaults to `sys.argv[1:]`):
+            The command and its arguments. `--debug` may stand before the command or after it.
+
+    Returns:
+        `int`: The exit status: 0, or 2 after a mistake that the message explains, or what the command returned.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("HF_DFLASH_DEBUG", "0") not in ("", "0") or "--debug" in argv
+    argv = [argument for argument in argv if argument != "--debug"]
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"hf-dflash {_version()}")
+        return 0
+
+    command, arguments = argv[0], argv[1:]
+    if command not in COMMANDS:
+        print(f"hf-dflash: error: {_unknown(command)}", file=sys.stderr)
+        return 2
+
+    module, function, _ = COMMANDS[command]
+    try:
+        return getattr(importlib.import_module(module), function)(arguments) or 0
+    except KeyboardInterrupt:
+        print(f"hf-dflash {command}: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        # What our code raises for a user's mistake: a bad value, a file that is missing or cannot be read, an
+        # optional package that is not installed.
+        if debug:
+            raise
+        print(f"hf-dflash {command}: error: {error}", file=sys.stderr)
+        print("(run with --debug for the traceback)", file=sys.stderr)
+        return 2
+
+
+def _help() -> str:
+    width = max(len(command) for command in COMMANDS)
+    lines = [f"  {command:<{width}}  {phrase}" for command, (_, _, phrase) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: hf-dflash [--version] [--debug] <command> ...",
+            "",
+            "Train a DFlash speculative-decoding drafter.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`hf-dflash <command> --help` shows the options of a command; --debug shows tracebacks.",
+        ]
+    )
+
+
+def _unknown(command: str) -> str:
+    close = difflib.get_close_matches(command, COMMANDS, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"The commands are {', '.join(COMMANDS)}."
+    return f"there is no command {command!r}. {hint}"
+
+
+def _version() -> str:
+    # Read, not imported: importing the package imports torch.
+    return re.search(r'^__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""What is trained: the drafter, its blocks and masks, its losses."""
