@@ -1,0 +1,287 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Blocks: where they start, what their slots see, which of their slots are supervised.
+
+A block at anchor a has B slots at positions a .. a + B - 1. Slot 0 holds token a, the others the mask token; slot k
+predicts token a + k. A slot sees the target features of its own document at positions before a, and its own block.
+No slot ever sees target features at or after its anchor: that leak gives a perfect loss and no acceptance.
+
+Shapes: R rows, C context positions of a row, A anchors of a row, B slots of a block, Q = A * B slots of a row.
+A row holds one document (dense masks) or several behind one another (flex attention); `document_ids` tells them apart
+and is -1 on padding. Positions count from the start of the row here, so within a document differences are right.
+
+This file is shipped to the Hub with the model: it imports torch only.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+
+# Multipliers of the splitmix64 finalizer, as signed 64-bit integers: torch has no unsigned arithmetic, and products
+# wrap around alike on CPU and CUDA.
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's own on int64 copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def anchor_hash(seed: int, epoch: int, document_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A counter-based hash of (seed, epoch, document, position): the same anchors on every device, rank and batch.
+
+    Args:
+        seed (`int`), epoch (`int`): of the run.
+        document_keys (`torch.Tensor` of int64): the dataset row of each position.
+        positions (`torch.Tensor` of int64): position inside the document.
+
+    Returns:
+        `torch.Tensor` of int64, non-negative, in the shape of `positions`.
+    """
+    x = torch.full_like(positions, seed) * _GOLDEN
+    for part in (torch.full_like(positions, epoch), document_keys, positions):
+        x = _mix(x + (part + 1) * _GOLDEN)
+    return _shift_right(x, 1)
+
+
+def find_eligible_anchors(loss_mask: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Positions that may start a block: supervised, with a supervised next token in the same document (DESIGN 3.5).
+
+    Args:
+        loss_mask (`torch.Tensor` of shape `[C]`, bool or integer): 1 on supervised tokens.
+        document_ids (`torch.Tensor` of shape `[C]`, *optional*): the document of each position, -1 on padding.
+
+    Returns:
+        `torch.Tensor` of shape `[C]`, bool.
+    """
+    supervised = loss_mask.bool()
+    if document_ids is not None:
+        supervised = supervised & (document_ids >= 0)
+    eligible = torch.zeros_like(supervised)
+    eligible[:-1] = supervised[:-1] & supervised[1:]
+    if document_ids is not None:
+        eligible[:-1] &= document_ids[:-1] == document_ids[1:]
+    return eligible
+
+
+def select_anchors(
+    loss_mask: torch.Tensor,
+    num_anchors: int,
+    block_size: int,
+    *,
+    document_ids: torch.Tensor | None = None,
+    document_keys: torch.Tensor | None = None,
+    anchor_ratio: float | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws the anchors of the documents of one row (DESIGN 3.5).
+
+    Each document gets min(`num_anchors`, eligible, ceil(`anchor_ratio` * supervised)) anchors: the eligible positions
+    with the smallest [`anchor_hash`]. They depend on the document, the seed and the epoch alone.
+
+    Args:
+        loss_mask (`torch.Tensor` of shape `[C]`, bool or integer): 1 on supervised tokens.
+        num_anchors (`int`): the most anchors of a document (the paper's 512).
+        block_size (`int`): B. Blocks may run past the end of the supervised span, so it does not limit the choice.
+        document_ids (`torch.Tensor` of shape `[C]`, *optional*): document of each position, non-decreasing, -1 on padding
+            behind the last one; one document by default.
+        document_keys (`torch.Tensor` of shape `[C]`, *optional*): a stable key of each position's document (its dataset
+            row); `document_ids` by default.
+        anchor_ratio (`float`, *optional*): rho, anchors per supervised token; no such limit by default.
+        seed (`int`, *optional*, defaults to 0), epoch (`int`, *optional*, defaults to 0): of the run.
+
+    Returns:
+        `(anchors, valid)`: int64 and bool tensors of shape `[A]`, sorted positions in the row. A is the number of anchors
+        drawn, but at least 1: where nothing can be drawn a single invalid anchor stands at position 0.
+
+    Raises:
+        `ValueError`: if `num_anchors` or `block_size` is too small, or the ratio is not positive.
+    """
+    if num_anchors < 1 or block_size < 2:
+        raise ValueError(
+            f"`num_anchors` ({num_anchors}) must be at least 1 and `block_size` ({block_size}) at least 2."
+        )
+    if anchor_ratio is not None and anchor_ratio <= 0:
+        raise ValueError(f"`anchor_ratio` is {anchor_ratio}: it must be positive, or None for no limit.")
+    device = loss_mask.device
+    if document_ids is None:
+        document_ids = torch.zeros(loss_mask.shape[0], dtype=torch.long, device=device)
+    if document_keys is None:
+        document_keys = document_ids
+
+    eligible = find_eligible_anchors(loss_mask, document_ids)
+    num_documents = int(document_ids.max()) + 1 if document_ids.numel() else 0
+    if num_documents == 0:
+        return torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.bool, device=device)
+
+    # Padding joins a bin of its own, behind all documents.
+    bins = torch.where(document_ids >= 0, document_ids, num_documents)
+    count = num_documents + 1
+    lengths = torch.bincount(bins, minlength=count)
+    starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(loss_mask.shape[0], device=device)
+
+    supervised = torch.zeros(count, dtype=torch.long, device=device)
+    supervised.index_add_(0, bins, loss_mask.bool().long())
+    wanted = torch.full((count,), num_anchors, dtype=torch.long, device=device)
+    if anchor_ratio is not None:
+        wanted = torch.minimum(wanted, (supervised.double() * anchor_ratio).ceil().long())
+
+    hashes = anchor_hash(seed, epoch, document_keys.long(), positions - starts[bins])
+    hashes = torch.where(eligible, hashes, torch.iinfo(torch.int64).max)
+    # Two stable sorts order the positions by document and, inside it, by hash.
+    order = hashes.argsort(stable=True)
+    order = order[bins[order].argsort(stable=True)]
+    rank = torch.empty_like(positions)
+    rank[order] = positions - starts[bins[order]]
+
+    anchors = (eligible & (rank < wanted[bins])).nonzero().squeeze(1)
+    if anchors.numel() == 0:
+        return torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.bool, device=device)
+    return anchors, torch.ones_like(anchors, dtype=torch.bool)
+
+
+def find_supervised_slots(
+    loss_mask: torch.Tensor,
+    anchors: torch.Tensor,
+    valid: torch.Tensor,
+    block_size: int,
+    document_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which slots 1 .. B - 1 have a label: slot k iff every token a + 1 .. a + k is supervised and of a's document.
+
+    Supervision stops at the first unsupervised token and does not resume in a later turn (DESIGN 3.4).
+
+    Args:
+        loss_mask (`torch.Tensor` of shape `[C]`), anchors and valid (of shape `[A]`), block_size (`int`),
+        document_ids (`torch.Tensor` of shape `[C]`, *optional*): as in [`select_anchors`].
+
+    Returns:
+        `torch.Tensor` of shape `[A, B - 1]`, bool.
+    """
+    length = loss_mask.shape[0]
+    tokens = anchors[:, None] + torch.arange(1, block_size, device=anchors.device)
+    inside = tokens < length
+    tokens = tokens.clamp(max=length - 1)
+    supervised = loss_mask.bool()[tokens] & inside & valid[:, None]
+    if document_ids is not None:
+        supervised &= document_ids[tokens] == document_ids[anchors][:, None]
+    return supervised.long().cumprod(dim=1).bool()
+
+
+def pad_to_bucket(count: int, smallest: int) -> int:
+    """The width that `count` is padded to: eight sizes between one power of two and the next.
+
+    Few distinct widths keep compiled code from being compiled anew; at most an eighth is padding.
+
+    Args:
+        count (`int`): what must fit.
+        smallest (`int`): the smallest width, and what every width is a multiple of.
+    """
+    width = smallest
+    while width < count:
+        step = max(smallest, 2 ** ((width).bit_length() - 1) // 8)
+        width += step - width % step
+    return width
+
+
+def create_anchor_block_mask_mod(
+    document_ids: torch.Tensor,
+    anchors: torch.Tensor,
+    valid: torch.Tensor,
+    block_size: int,
+    *,
+    sliding_window: int | None = None,
+    is_causal: bool = False,
+) -> tuple[Callable, int, int]:
+    """The rule of who sees whom, in the form that flex attention and [`create_dense_mask`] share (DESIGN 3.3).
+
+    Keys 0 .. C - 1 are the context, keys C .. C + Q - 1 the slots themselves.
+
+    Args:
+        document_ids (`torch.Tensor` of shape `[C]` or `[R, C]`): document of each context position, -1 on padding.
+        anchors (`torch.Tensor` of shape `[A]` or `[R, A]`): position of each block's anchor in its row.
+        valid (`torch.Tensor` of shape `[A]` or `[R, A]`, bool): `False` on padding blocks, which see themselves only.
+        block_size (`int`): B.
+        sliding_window (`int`, *optional*): W: a key is visible iff |position difference| < W.
+        is_causal (`bool`, *optional*, defaults to `False`): whether a slot sees only itself and earlier slots of its block.
+
+    Returns:
+        `(mask_mod, q_len, kv_len)` with `mask_mod(row, head, query, key) -> bool`.
+    """
+    document_ids, anchors, valid = (x[None] if x.dim() == 1 else x for x in (document_ids, anchors, valid))
+    rows, context_length = document_ids.shape
+    num_blocks = anchors.shape[1]
+    q_len = num_blocks * block_size
+    # An anchor on padding would belong to document -1, as padding does, and see it.
+    anchor_documents = torch.where(valid, document_ids.gather(1, anchors), -2)
+
+    def mask_mod(row, head, query, key):
+        # flex attention asks about whole tiles, so indices can run past the ends.
+        query_slot = query.clamp(max=q_len - 1) if isinstance(query, torch.Tensor) else query
+        block = query_slot // block_size
+        slot = query_slot % block_size
+        anchor = anchors[row, block]
+
+        context_key = torch.clamp(key, max=context_length - 1)
+        sees_context = (key < context_length) & (context_key < anchor)
+        sees_context = sees_context & (document_ids[row, context_key] == anchor_documents[row, block])
+
+        key_slot = torch.clamp(key - context_length, min=0, max=q_len - 1)
+        sees_block = (key >= context_length) & (key_slot // block_size == block)
+        if is_causal:
+            sees_block = sees_block & (key_slot % block_size <= slot)
+
+        if sliding_window is not None:
+            sees_context = sees_context & (anchor + slot - context_key < sliding_window)
+            sees_block = sees_block & ((slot - key_slot % block_size).abs() < sliding_window)
+        return sees_context | sees_block
+
+    return mask_mod, q_len, context_length + q_len
+
+
+def create_dense_mask(
+    mask_mod: Callable, rows: int, q_len: int, kv_len: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The additive form of a mask: 0 where a key is visible, the lowest finite value elsewhere.
+
+    Boolean masks are added as 0 and 1 by eager attention (speculators issue 691), hence additive everywhere.
+
+    Args:
+        mask_mod (`Callable`), q_len (`int`), kv_len (`int`): from [`create_anchor_block_mask_mod`].
+        rows (`int`): R.
+        device (`torch.device`), dtype (`torch.dtype`, *optional*, defaults to float32): of the mask.
+
+    Returns:
+        `torch.Tensor` of shape `[R, 1, Q, C + Q]`.
+    """
+    row = torch.arange(rows, device=device)[:, None, None]
+    query = torch.arange(q_len, device=device)[None, :, None]
+    key = torch.arange(kv_len, device=device)[None, None, :]
+    visible = mask_mod(row, None, query, key)
+    mask = torch.zeros(rows, 1, q_len, kv_len, device=device, dtype=dtype)
+    return mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
+
+
+def create_flex_mask(mask_mod: Callable, rows: int, q_len: int, kv_len: int, device: torch.device):
+    """The block-sparse form of a mask for flex attention (CUDA).
+
+    Args:
+        mask_mod (`Callable`), rows (`int`), q_len (`int`), kv_len (`int`), device (`torch.device`): as in [`create_dense_mask`].
+
+    Returns:
+        `torch.nn.attention.flex_attention.BlockMask`.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(mask_mod, B=rows, H=None, Q_LEN=q_len, KV_LEN=kv_len, device=device)
