@@ -182,11 +182,11 @@ def find_supervised_slots(
 def pad_to_bucket(count: int, smallest: int) -> int:
     """The width that `count` is padded to: eight sizes between one power of two and the next.
 
-    Few distinct widths keep compiled code from being compiled anew; at most an eighth is padding.
+    Few distinct widths keep compiled code from being compiled anew; from 8 * `smallest` on, at most an eighth is padding.
 
     Args:
         count (`int`): what must fit.
-        smallest (`int`): the smallest width, and what every width is a multiple of.
+        smallest (`int`): the smallest width, a power of two; every width is a multiple of it.
     """
     width = smallest
     while width < count:

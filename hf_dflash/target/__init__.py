@@ -1,3 +1,3 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""What is frozen: the target model, the features captured from it, and their way to the drafter."""
+"""What is frozen: the target, its hooks and its language head."""

@@ -1,0 +1,179 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The frozen target: token ids in, features and labels for the drafter out."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .hook_capture import HookCapture
+from .language_head import LanguageHead
+
+
+@dataclass
+class TargetFeatures:
+    """
+    What the drafter gets of one micro-batch: documents behind one another without padding, T tokens in all.
+
+    Args:
+        context_hidden_states (`torch.Tensor` of shape `[T, K * H]`):
+            Outputs of the K captured layers, side by side.
+        label_ids (`torch.Tensor` of shape `[P]`, int64, *optional*):
+            The target's own argmax at the P asked positions: its prediction of the token that follows.
+        label_hidden_states (`torch.Tensor` of shape `[P, H]`, *optional*):
+            Final normed hidden states there, for losses that need the target's distribution.
+    """
+
+    context_hidden_states: torch.Tensor
+    label_ids: torch.Tensor | None = None
+    label_hidden_states: torch.Tensor | None = None
+
+
+class FrozenTarget:
+    """
+    A target model that is only read. It is deliberately no `nn.Module`: nothing of it can end up in the drafter's module
+    tree, checkpoint, optimizer or DDP.
+
+    Args:
+        model_or_name (`PreTrainedModel` or `str`):
+            A causal language model, or what `AutoModelForCausalLM.from_pretrained` takes.
+        layer_ids (`list[int]`):
+            Layers to capture, see [`HookCapture`].
+        device (`str` or `torch.device`, *optional*):
+            Where the target runs; a model that is already loaded stays where it is by default.
+        output_device (`str` or `torch.device`, *optional*):
+            Where features go, the drafter's device; the target's own by default.
+        output_dtype (`torch.dtype`, *optional*):
+            Of the features; the target's own by default.
+        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
+            Of the weights, if the target is loaded here.
+        load_kwargs:
+            Further arguments of `from_pretrained`.
+
+    Raises:
+        `ValueError`: if a layer id is unusable or the model has no language head.
+    """
+
+    def __init__(
+        self,
+        model_or_name,
+        layer_ids: list[int],
+        *,
+        device=None,
+        output_device=None,
+        output_dtype: torch.dtype | None = None,
+        dtype="auto",
+        **load_kwargs,
+    ):
+        if isinstance(model_or_name, str):
+            from transformers import AutoModelForCausalLM
+
+            # Straight to its device: a 27B target would not fit twice into the host's memory.
+            if device is not None and "device_map" not in load_kwargs:
+                load_kwargs["device_map"] = {"": device}
+            model = AutoModelForCausalLM.from_pretrained(model_or_name, dtype=dtype, **load_kwargs)
+        else:
+            model = model_or_name if device is None else model_or_name.to(device)
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = model.get_decoder()
+        self.layer_ids = list(layer_ids)
+        self._capture = HookCapture(model, self.layer_ids)
+        self._own_head = LanguageHead.from_model(model)
+        self._own_embedding = model.get_input_embeddings()
+        self.device = self._own_embedding.weight.device
+        self.serve(output_device or self.device, output_dtype or self._own_head.weight.dtype)
+
+    def serve(self, device, dtype: torch.dtype) -> "FrozenTarget":
+        """Sends features to `device` in `dtype` from now on, and copies embedding and head there (once, if need be)."""
+        self.output_device, self.output_dtype = torch.device(device), dtype
+        self.head = self._own_head.to(self.output_device)
+        same_device = self.output_device == self.device
+        self.embedding = (
+            self._own_embedding if same_device else copy.deepcopy(self._own_embedding).to(self.output_device)
+        )
+        return self
+
+    @property
+    def config(self):
+        """The target's configuration (its text part)."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @torch.no_grad()
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of the slots, on the drafter's device and in its dtype.
+
+        A norm that some embeddings apply (`embed_norm`) is passed over, as transformers' own DFlash decoding does.
+
+        Args:
+            token_ids (`torch.Tensor` of any shape, int64): on the drafter's device.
+
+        Returns:
+            `torch.Tensor` of shape `[..., H]`.
+        """
+        norm = getattr(self.embedding, "embed_norm", None)
+        if norm is None:
+            return self.embedding(token_ids).to(self.output_dtype)
+        self.embedding.embed_norm = nn.Identity()
+        try:
+            return self.embedding(token_ids).to(self.output_dtype)
+        finally:
+            self.embedding.embed_norm = norm
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        label_positions: torch.Tensor | None = None,
+        *,
+        return_label_hidden_states: bool = False,
+    ) -> TargetFeatures:
+        """Runs the target over a right-padded batch.
+
+        Right padding without an attention mask is exact for dense and for hybrid models (DESIGN 3.8): causal attention never
+        looks right, and recurrent states only flow to the right. Packing would leak through gated-delta-net layers.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `[R, L]`, int64): token ids; what stands in the padding does not matter.
+            lengths (`torch.Tensor` of shape `[R]`, int64): real tokens of each row.
+            label_positions (`torch.Tensor` of shape `[P]`, int64, *optional*): packed positions (rows behind one another
+                without padding) whose next token the target shall predict.
+            return_label_hidden_states (`bool`, *optional*, defaults to `False`): also return the hidden states there.
+
+        Returns:
+            [`TargetFeatures`] on the drafter's device.
+        """
+        rows, width = input_ids.shape
+        real = torch.arange(width, device=lengths.device)[None] < lengths[:, None]
+        packed = real.flatten().nonzero().squeeze(1).to(self.device)
+        if packed.numel() == 0:
+            return self._nothing(label_positions is not None, return_label_hidden_states)
+
+        with self._capture as capture:
+            output = self.decoder(input_ids=input_ids.to(self.device), attention_mask=None, use_cache=False)
+            layers = capture.features
+            capture.clear()
+        # A target sharded over several devices hands out its layers on several devices.
+        context = torch.cat([self._send(layer.flatten(0, 1)[packed.to(layer.device)]) for layer in layers], dim=-1)
+        if label_positions is None:
+            return TargetFeatures(context)
+
+        final = output.last_hidden_state.flatten(0, 1)
+        final = final[packed.to(final.device)[label_positions.to(final.device)]]
+        label_ids = self._own_head.predict(final.to(self._own_head.weight.device)).to(self.output_device)
+        return TargetFeatures(context, label_ids, self._send(final) if return_label_hidden_states else None)
+
+    def _send(self, states: torch.Tensor) -> torch.Tensor:
+        return states.to(self.output_device, self.output_dtype)
+
+    def _nothing(self, with_labels: bool, with_hidden_states: bool) -> TargetFeatures:
+        """The features of a batch without rows, which fills the tail of an epoch."""
+        hidden_size = self.config.hidden_size
+        where = {"device": self.output_device, "dtype": self.output_dtype}
+        return TargetFeatures(
+            torch.zeros(0, len(self.layer_ids) * hidden_size, **where),
+            torch.zeros(0, dtype=torch.long, device=self.output_device) if with_labels else None,
+            torch.zeros(0, hidden_size, **where) if with_labels and with_hidden_states else None,
+        )
