@@ -1,0 +1,135 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import importlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import hf_dflash
+from hf_dflash import cli
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """`command(function)` makes `function` what `hf-dflash tokenize` calls."""
+
+    def install(function):
+        module = types.ModuleType("a_command")
+        module.main = function
+        monkeypatch.setitem(sys.modules, "a_command", module)
+        monkeypatch.setitem(cli.COMMANDS, "tokenize", ("a_command", "main", "a phrase"))
+
+    monkeypatch.delenv("HF_DFLASH_DEBUG", raising=False)
+    return install
+
+
+def raises(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_a_module_and_explains_itself(name, capsys):
+    module, function, phrase = cli.COMMANDS[name]
+    assert callable(getattr(importlib.import_module(module), function))
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: hf-dflash {name} ")
+
+
+def test_help_lists_each_command_with_its_phrase(capsys):
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, _, phrase) in cli.COMMANDS.items():
+        assert any(line.split(maxsplit=1) == [name, phrase] for line in lines)
+
+
+def test_no_command_at_all_is_an_error_that_shows_the_help(capsys):
+    assert cli.main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_help_and_version_import_no_library_and_no_command():
+    code = (
+        "import runpy, sys\n"
+        "run = runpy.run_path('hf_dflash/cli.py')['main']\n"
+        "assert run(['--help']) == 0 and run(['--version']) == 0\n"
+        "assert not {'torch', 'transformers', 'datasets', 'hf_dflash'} & set(sys.modules)\n"
+    )
+    root = Path(cli.__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"hf-dflash {hf_dflash.__version__}\n")
+
+
+@pytest.mark.parametrize("typed, meant", [("tokenise", "tokenize"), ("evalute", "evaluate"), ("trian", "train")])
+def test_an_unknown_command_suggests_the_one_that_was_meant(typed, meant, capsys):
+    assert cli.main([typed]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf-dflash: error: there is no command {typed!r}. Did you mean {meant}")
+
+
+def test_an_unknown_command_that_resembles_nothing_lists_all(capsys):
+    assert cli.main(["xyzxyz"]) == 2
+    assert ", ".join(cli.COMMANDS) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status, returned", [(0, None), (0, 0), (3, 3)])
+def test_the_command_gets_its_arguments_and_gives_the_exit_status(command, status, returned):
+    seen = []
+    command(lambda argv: seen.append(argv) or returned)
+    assert cli.main(["tokenize", "in.jsonl", "--max_length", "8"]) == status
+    assert seen == [["in.jsonl", "--max_length", "8"]]
+
+
+def test_without_argv_the_process_arguments_are_used(command, monkeypatch):
+    seen = []
+    command(lambda argv: seen.append(argv))
+    monkeypatch.setattr(sys, "argv", ["hf-dflash", "tokenize", "a"])
+    assert cli.main() == 0
+    assert seen == [["a"]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("row 3 is empty"), FileNotFoundError(2, "No such file", "a.jsonl"), ImportError("pip install")],
+)
+def test_a_users_mistake_is_one_line_without_a_traceback(command, error, capsys):
+    command(raises(error))
+    assert cli.main(["tokenize"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"hf-dflash tokenize: error: {error}\n")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("argv", [["--debug", "tokenize"], ["tokenize", "--debug"]])
+def test_debug_shows_the_traceback(command, argv):
+    command(raises(ValueError("row 3 is empty")))
+    with pytest.raises(ValueError, match="row 3 is empty"):
+        cli.main(argv)
+
+
+def test_the_environment_can_ask_for_tracebacks(command, monkeypatch):
+    command(raises(ValueError("row 3 is empty")))
+    monkeypatch.setenv("HF_DFLASH_DEBUG", "1")
+    with pytest.raises(ValueError, match="row 3 is empty"):
+        cli.main(["tokenize"])
+
+
+def test_our_own_bugs_are_never_hidden(command):
+    command(raises(KeyError("x")))
+    with pytest.raises(KeyError):
+        cli.main(["tokenize"])
+
+
+def test_an_interrupted_command_ends_quietly_with_the_shells_status(command, capsys):
+    command(raises(KeyboardInterrupt()))
+    assert cli.main(["tokenize"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
