@@ -1,3 +1,3 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""Arguments, placement plan, trainer and callbacks."""
+"""The training run: arguments, placement, blocks of a micro-batch, the trainer and its callbacks."""

@@ -1,0 +1,52 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The simulated acceptance length: what decoding would accept, read off a reply that is already written (DESIGN 3.7)."""
+
+import numpy as np
+import torch
+
+
+def count_accepted(correct: torch.Tensor) -> torch.Tensor:
+    """Leading correct drafts of each block: jointly, for a draft behind a wrong one is never accepted.
+
+    Args:
+        correct (`torch.Tensor` of shape `[N, B - 1]`, bool): whether each draft is right.
+
+    Returns:
+        `torch.Tensor` of shape `[N]`, int64, 0 to B - 1.
+    """
+    return correct.long().cumprod(dim=1).sum(dim=1)
+
+
+def find_replies(loss_mask: np.ndarray, document_ids: np.ndarray) -> list[tuple[int, int]]:
+    """The supervised spans `(first, end)` of packed documents; a span never crosses from one document into the next."""
+    supervised = np.asarray(loss_mask, dtype=bool) & (np.asarray(document_ids) >= 0)
+    if not supervised.any():
+        return []
+    starts = supervised.copy()
+    starts[1:] &= ~supervised[:-1] | (document_ids[1:] != document_ids[:-1])
+    ends = supervised.copy()
+    ends[:-1] &= ~supervised[1:] | (document_ids[1:] != document_ids[:-1])
+    return list(zip(starts.nonzero()[0].tolist(), (ends.nonzero()[0] + 1).tolist(), strict=True))
+
+
+def walk_reply(first: int, end: int, accepted: dict[int, int]) -> list[int]:
+    """Walks one reply as decoding does, from anchor to anchor by what was accepted.
+
+    The first anchor is the first token of the reply: decoding has it from the target's own prefill. A block that reaches
+    the end of the reply counts no bonus token, for none follows.
+
+    Args:
+        first (`int`), end (`int`): the reply's positions, `end` excluded.
+        accepted (`dict[int, int]`): accepted drafts of the block at each anchor from `first` to `end` - 2.
+
+    Returns:
+        `list[int]`: tokens that each block brought, the bonus token included; they sum to `end` - `first` - 1.
+    """
+    lengths = []
+    anchor = first
+    while anchor < end - 1:
+        reached = anchor + accepted[anchor] + 1
+        lengths.append(min(reached, end - 1) - anchor)
+        anchor = reached
+    return lengths

@@ -1,0 +1,156 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The options of a training run."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from ..drafter.losses import LOSS_TYPES, WEIGHTINGS
+
+
+@dataclass
+class DFlashTrainingArguments(TrainingArguments):
+    r"""
+    [`~transformers.TrainingArguments`] with the options of DFlash and the paper's defaults.
+
+    > Parameters that control batches and blocks
+
+    Args:
+        token_budget (`int`, *optional*, defaults to 8192):
+            Rows x longest row of a micro-batch. Takes the place of `per_device_train_batch_size`.
+        eval_token_budget (`int`, *optional*):
+            The same for evaluation; `token_budget` by default.
+        num_anchors (`int`, *optional*, defaults to 512):
+            The most blocks of a document and epoch.
+        anchor_ratio (`float`, *optional*, defaults to 0.25):
+            Blocks per supervised token, so that short chats are not drowned in slots. 0 for no such limit.
+        eval_blocks_per_pass (`int`, *optional*, defaults to 2048):
+            Blocks that evaluation computes at once; it visits every position of every reply.
+
+        > Parameters that control the loss
+
+        labels (`str`, *optional*, defaults to `"target"`):
+            What a slot shall predict: the `"target"`'s own argmax, or the `"data"`'s token.
+        loss_type (`str`, *optional*, defaults to `"ce"`):
+            `"ce"`, or `"kl"`, `"tv"`, `"lk"` against the target's distribution.
+        loss_weighting (`str`, *optional*, defaults to `"decay"`):
+            `"decay"` or `"dpace"`.
+        loss_gamma (`float`, *optional*, defaults to 4.0):
+            Decay of the slot weights, in slots; the paper takes 7, 5, 4 for block sizes 16, 10, 8.
+        dpace_alpha (`float`, *optional*, defaults to 0.5):
+            Smoothing of D-PACE.
+
+        > Parameters that control devices
+
+        attention_backend (`str`, *optional*, defaults to `"auto"`):
+            `"flex"`, `"dense"`, or flex attention on CUDA and dense masks elsewhere.
+        target_devices (`str`, *optional*):
+            `"same"`, or a comma-separated list; see [`place_targets`].
+        targets_per_process (`int`, *optional*, defaults to 1):
+            Targets that serve one drafter.
+
+    > [!NOTE]
+    > These parameters have another default than in [`~transformers.TrainingArguments`]:
+    > - `learning_rate`: 6e-4, `lr_scheduler_type`: `"cosine"`, `warmup_steps`: 0.04 of all steps, `num_train_epochs`: 6 (paper, A.1).
+    > - `logging_nan_inf_filter`: `False`; it makes the host wait for the device at each step. Samples that come out
+    >   non-finite are left out on the device.
+    > - `ddp_find_unused_parameters`: `False`; every parameter takes part in every step.
+    > - `logging_steps`: 10.
+    """
+
+    _VALID_DICT_FIELDS = TrainingArguments._VALID_DICT_FIELDS
+
+    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate (the paper's 6e-4)."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule."})
+    warmup_steps: float = field(
+        default=0.04, metadata={"help": "Warm-up, as a share of all steps below 1, else in steps."}
+    )
+    num_train_epochs: float = field(
+        default=6.0, metadata={"help": "Passes over the data; anchors are drawn anew in each."}
+    )
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many optimizer steps."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Costs a wait for the device at each step."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Every parameter takes part in every step, so there is nothing to find."}
+    )
+
+    token_budget: int = field(
+        default=8192,
+        metadata={
+            "help": "Rows x longest row of a micro-batch, in tokens. Takes the place of per_device_train_batch_size."
+        },
+    )
+    eval_token_budget: int | None = field(
+        default=None, metadata={"help": "The same for evaluation; token_budget by default."}
+    )
+    num_anchors: int = field(default=512, metadata={"help": "The most blocks of a document and epoch (paper: 512)."})
+    anchor_ratio: float = field(
+        default=0.25,
+        metadata={
+            "help": "Blocks per supervised token, so that short chats are not drowned in slots; 0: no such limit."
+        },
+    )
+    eval_blocks_per_pass: int = field(
+        default=2048,
+        metadata={"help": "Blocks that evaluation computes at once; it visits every position of a reply."},
+    )
+    labels: str = field(
+        default="target",
+        metadata={
+            "help": "What a slot shall predict: the target's own argmax, or the data's token.",
+            "choices": ["target", "data"],
+        },
+    )
+    loss_type: str = field(
+        default="ce",
+        metadata={"help": "ce, or kl, tv, lk against the target's distribution.", "choices": list(LOSS_TYPES)},
+    )
+    loss_weighting: str = field(
+        default="decay", metadata={"help": "How much each slot counts.", "choices": list(WEIGHTINGS)}
+    )
+    loss_gamma: float = field(
+        default=4.0, metadata={"help": "Decay of the slot weights; the paper takes 7, 5, 4 for block sizes 16, 10, 8."}
+    )
+    dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of D-PACE."})
+    attention_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "flex, dense, or auto: flex on CUDA, dense elsewhere.",
+            "choices": ["auto", "flex", "dense"],
+        },
+    )
+    target_devices: str | None = field(
+        default=None,
+        metadata={"help": "'same' for the drafter's device, or a comma-separated list for all processes."},
+    )
+    targets_per_process: int = field(default=1, metadata={"help": "Targets that serve one drafter."})
+
+    def __post_init__(self):
+        for name, choices in (
+            ("labels", ("target", "data")),
+            ("loss_type", LOSS_TYPES),
+            ("loss_weighting", WEIGHTINGS),
+            ("attention_backend", ("auto", "flex", "dense")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`--{name} {getattr(self, name)}`: choose one of {', '.join(choices)}.")
+        for name in ("token_budget", "num_anchors", "eval_blocks_per_pass", "targets_per_process"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`--{name}` is {getattr(self, name)}: it must be at least 1.")
+        if self.anchor_ratio < 0:
+            raise ValueError(f"`--anchor_ratio` is {self.anchor_ratio}: it must be positive, or 0 for no limit.")
+        if self.loss_gamma <= 0:
+            raise ValueError(f"`--loss_gamma` is {self.loss_gamma}: the decay must be a positive number of slots.")
+        if not 0 <= self.dpace_alpha <= 1:
+            raise ValueError(f"`--dpace_alpha` is {self.dpace_alpha}: it must be between 0 and 1.")
+        if self.loss_weighting == "dpace" and self.loss_type != "ce":
+            raise ValueError("`--loss_weighting dpace` is made of cross-entropies: use `--loss_type ce`.")
+        if self.labels == "data" and self.loss_type != "ce":
+            raise ValueError(
+                f"`--loss_type {self.loss_type}` learns the target's distribution, which `--labels data` has none of: "
+                "use `--labels target`."
+            )
+        super().__post_init__()
+        # One drafter a process: with several visible GPUs Trainer would wrap it in DataParallel, and the others hold targets.
+        self._n_gpu = 1

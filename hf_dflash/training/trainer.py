@@ -1,0 +1,454 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The trainer: a frozen target reads a micro-batch, the drafter learns to predict its blocks.
+
+Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B slots, N = R * A blocks, H hidden size.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from .._compat import mark_loss_as_scaled
+from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader
+from ..drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
+from ..drafter.losses import compute_dflash_loss, position_weights
+from ..drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
+from ..evaluation.acceptance import count_accepted, find_replies, walk_reply
+from ..target.frozen_target import FrozenTarget, TargetFeatures
+from .arguments import DFlashTrainingArguments
+from .block_batch import BlockBatch, PackedDocuments, draw_blocks, lay_out_blocks
+from .plan import place_targets_of_this_process
+
+
+class DFlashTrainer(Trainer):
+    """
+    A [`~transformers.Trainer`] for DFlash drafters (arXiv 2602.06036).
+
+    Args:
+        model ([`DFlashForSpeculation`] or `str`):
+            The drafter, or where it is loaded from (in fp32: masters in bf16 lose small updates).
+        target ([`FrozenTarget`], `PreTrainedModel` or `str`):
+            The target. It is only read: nothing of it is saved, optimized or wrapped.
+        args ([`DFlashTrainingArguments`], *optional*):
+            Options.
+        train_dataset (`datasets.Dataset`, *optional*), eval_dataset (`datasets.Dataset`, *optional*):
+            Rows with `input_ids`, `loss_mask` and `row_id`, of [`tokenize_completions`].
+        kwargs:
+            Further arguments of [`~transformers.Trainer`].
+
+    Raises:
+        `ValueError`: if drafter and target do not fit, or nothing in a dataset is supervised.
+
+    Example:
+
+    ```python
+    trainer = DFlashTrainer(model=drafter, target="Qwen/Qwen3-8B", args=DFlashTrainingArguments("out"), train_dataset=dataset)
+    trainer.train()
+    trainer.save_model()
+    ```
+    """
+
+    _tag_names = ["hf_dflash", "dflash", "speculative-decoding"]
+    # Released after 5.18; for earlier releases see `mark_loss_as_scaled`.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: DFlashForSpeculation | str,
+        target,
+        args: DFlashTrainingArguments | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        **kwargs,
+    ):
+        # 1. Arguments
+        args = args if args is not None else DFlashTrainingArguments("trainer_output")
+
+        # 2. Drafter
+        if isinstance(model, str):
+            model = DFlashForSpeculation.from_pretrained(model, dtype=torch.float32)
+        self.drafter_config = model.config
+
+        # 3. Datasets
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            if dataset is not None:
+                check_supervision(dataset, name)
+
+        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        mark_loss_as_scaled(self)
+
+        # 4. Target
+        feature_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else next(model.parameters()).dtype
+        if not isinstance(target, FrozenTarget):
+            device = place_targets_of_this_process(
+                args.target_devices, args.targets_per_process, args.device.type == "cpu"
+            )
+            target = FrozenTarget(target, model.config.target_layer_ids, device=device[0])
+        check_fit(model.config, target)
+        self.target = target.serve(args.device, feature_dtype)
+
+        # 5. Metrics: sums since the last log, on the device, so that no step waits for them.
+        self.uses_flex = args.attention_backend == "flex" or (
+            args.attention_backend == "auto" and args.device.type == "cuda"
+        )
+        self._train_sums = self._new_sums()
+        self._eval_sums = self._new_sums()
+        self.model.add_model_tags(self._tag_names)
+
+    # ---- Batches ----
+
+    def _token_budget_loader(self, dataset, token_budget: int, gradient_accumulation_steps: int, shuffle: bool):
+        sampler = TokenBudgetBatchSampler(
+            np.asarray(dataset["length"]),
+            token_budget,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            shuffle=shuffle,
+        )
+        return TokenBudgetDataLoader(
+            dataset,
+            sampler,
+            num_workers=self.args.dataloader_num_workers,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+        )
+
+    def get_train_dataloader(self):
+        if self.train_dataset is None:
+            raise ValueError("Training needs a `train_dataset`.")
+        loader = self._token_budget_loader(
+            self.train_dataset, self.args.token_budget, self.args.gradient_accumulation_steps, shuffle=True
+        )
+        self._train_sampler = loader.batch_sampler
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = (
+            self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset or self.eval_dataset
+        )
+        if dataset is None:
+            raise ValueError("Evaluation needs an `eval_dataset`.")
+        return self._token_budget_loader(
+            dataset, self.args.eval_token_budget or self.args.token_budget, 1, shuffle=False
+        )
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """Draws the blocks of all micro-batches of an optimizer step, and with them the denominator of its loss."""
+        rows, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = [
+            draw_blocks(
+                micro_batch,
+                block_size=self.drafter_config.block_size,
+                mask_token_id=self.drafter_config.mask_token_id,
+                num_anchors=self.args.num_anchors,
+                anchor_ratio=self.args.anchor_ratio or None,
+                seed=self.args.seed,
+                epoch=self._train_sampler.epoch,
+                packed=self.uses_flex,
+            )
+            for micro_batch in rows
+        ]
+        share = sum(batch.denominator(self.args.loss_weighting, self.args.loss_gamma) for batch in batches)
+        denominator = torch.tensor(share, dtype=torch.float64, device=self.args.device)
+        self._step_denominator = self.accelerator.reduce(denominator, reduction="sum")
+        return batches, num_items
+
+    def _prepare_inputs(self, inputs: BlockBatch) -> BlockBatch:
+        return inputs.to(self.args.device)
+
+    def floating_point_ops(self, inputs: BlockBatch) -> int:
+        """Forward and backward of the drafter's matrices over slots; the context only passes keys, values and `fc`."""
+        return 6 * self._num_parameters * inputs.slot_ids.numel()
+
+    @property
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    # ---- Forward ----
+
+    def draft(
+        self, model: nn.Module, batch: BlockBatch, features: TargetFeatures
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the drafter over all blocks of a micro-batch.
+
+        Args:
+            model (`nn.Module`): the drafter as it is wrapped for training.
+            batch ([`BlockBatch`]): on the drafter's device.
+            features ([`TargetFeatures`]): of its documents.
+
+        Returns:
+            `(hidden_states, kept_blocks)`: `[N, B - 1, H]` for slots 1 .. B - 1, and `[N]` bool: blocks whose document has
+            finite features. Features of others are replaced by zeros, for 0 * NaN would reach the weights.
+        """
+        context = features.context_hidden_states
+        if context.shape[0] == 0:
+            context = context.new_zeros(1, context.shape[1])
+        finite = torch.isfinite(context).all(dim=-1)
+        context = torch.where(finite[:, None], context, 0)[batch.context_index]
+        row_documents = batch.document_ids.clamp(min=0)
+        document_is_finite = torch.ones(
+            len(batch.lengths) + 1, dtype=torch.int32, device=context.device
+        ).scatter_reduce_(0, row_documents.flatten(), finite[batch.context_index].flatten().int(), "amin")
+        kept_blocks = document_is_finite[row_documents.gather(1, batch.anchors)].bool().flatten()
+
+        def create_mask(**kinds):
+            mask_mod, q_len, kv_len = create_anchor_block_mask_mod(
+                batch.document_ids, batch.anchors, batch.valid, batch.block_size, **kinds
+            )
+            create = create_flex_mask if self.uses_flex else partial(create_dense_mask, dtype=context.dtype)
+            return create(mask_mod, batch.anchors.shape[0], q_len, kv_len, context.device)
+
+        hidden_states = model(
+            self.target.embed(batch.slot_ids),
+            context,
+            batch.position_ids,
+            attention_mask=create_training_masks(self.accelerator.unwrap_model(model), create_mask),
+        ).last_hidden_state
+        blocks = hidden_states.reshape(-1, batch.block_size, hidden_states.shape[-1])
+        return blocks[:, 1:], kept_blocks
+
+    def _run_target(self, batch: BlockBatch, label_positions: torch.Tensor | None) -> TargetFeatures:
+        return self.target(
+            batch.input_ids, batch.lengths, label_positions, return_label_hidden_states=self.args.loss_type != "ce"
+        )
+
+    def _loss(self, batch: BlockBatch, features: TargetFeatures, hidden_states, kept_blocks, denominator):
+        labels = batch.data_labels
+        if self.args.labels == "target" and len(batch.label_positions):
+            labels = features.label_ids[batch.label_index]
+        target_hidden_states = None
+        if self.args.loss_type != "ce":
+            target_hidden_states = features.label_hidden_states[batch.label_index.flatten()[batch.slot_indices]]
+        return compute_dflash_loss(
+            hidden_states,
+            self.target.head,
+            labels,
+            batch.supervised,
+            loss_type=self.args.loss_type,
+            weighting=self.args.loss_weighting,
+            gamma=self.args.loss_gamma,
+            dpace_alpha=self.args.dpace_alpha,
+            denominator=denominator,
+            target_hidden_states=target_hidden_states,
+            slot_indices=batch.slot_indices,
+            kept_blocks=kept_blocks,
+        )
+
+    def compute_loss(self, model, inputs: BlockBatch, return_outputs=False, num_items_in_batch=None):
+        """This micro-batch's part of the loss of the optimizer step: parts add up over micro-batches and ranks."""
+        wants_labels = self.args.labels == "target" or self.args.loss_type != "ce"
+        features = self._run_target(inputs, inputs.label_positions if wants_labels else None)
+        hidden_states, kept_blocks = self.draft(model, inputs, features)
+        loss, correct = self._loss(inputs, features, hidden_states, kept_blocks, self._step_denominator)
+        self._add_train_metrics(inputs, correct, kept_blocks)
+        # DDP takes the mean over ranks; the sum is wanted.
+        return loss * self.args.world_size
+
+    # ---- Metrics ----
+
+    def _new_sums(self) -> dict[str, torch.Tensor]:
+        drafts = self.drafter_config.block_size - 1
+        sizes = {"correct": drafts, "supervised": drafts, "accepted": 1, "blocks": 1, "tokens": 1, "skipped_blocks": 1}
+        sizes |= {"loss": 1, "weight": 1, "walk_tokens": 1, "walk_blocks": 1, "agreeing": 1, "replied": 1}
+        return {name: torch.zeros(size, dtype=torch.float64, device=self.args.device) for name, size in sizes.items()}
+
+    def _reduce_sums(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sums over ranks in one collective, brought to the host."""
+        flat = self.accelerator.reduce(torch.cat(list(sums.values())), reduction="sum").cpu()
+        return dict(zip(sums, flat.split([len(value) for value in sums.values()]), strict=True))
+
+    @torch.no_grad()
+    def _add_train_metrics(self, batch: BlockBatch, correct: torch.Tensor, kept_blocks: torch.Tensor) -> None:
+        sums = self._train_sums
+        counted = batch.supervised & kept_blocks[:, None]
+        sums["correct"] += (correct & counted).sum(0)
+        sums["supervised"] += counted.sum(0)
+        valid = batch.valid.flatten()
+        sums["accepted"] += (count_accepted(correct) * (valid & kept_blocks)).sum()
+        sums["blocks"] += (valid & kept_blocks).sum()
+        sums["skipped_blocks"] += (valid & ~kept_blocks).sum()
+        sums["tokens"] += batch.num_tokens
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what was summed since the last log: accuracy by slot, the mean over anchors, tokens."""
+        if "loss" in logs and "learning_rate" in logs:
+            sums = self._reduce_sums(self._train_sums)
+            self._train_sums = self._new_sums()
+            logs["accuracy"] = _ratio(sums["correct"].sum(), sums["supervised"].sum())
+            logs["anchor_acceptance_length"] = 1 + _ratio(sums["accepted"], sums["blocks"])
+            logs["blocks"] = int(sums["blocks"])
+            logs["context_tokens"] = int(sums["tokens"])
+            if sums["skipped_blocks"] > 0:
+                logs["skipped_nonfinite_blocks"] = int(sums["skipped_blocks"])
+        super().log(logs, start_time)
+
+    # ---- Evaluation ----
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """As in [`~transformers.Trainer`], with figures that are exact over batches and ranks (DESIGN 3.7)."""
+        self._eval_sums = self._new_sums()
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        sums = self._reduce_sums(self._eval_sums)
+        metrics = {
+            "loss": _ratio(sums["loss"], sums["weight"]),
+            "acceptance_length": _ratio(sums["walk_tokens"], sums["walk_blocks"]),
+            "anchor_acceptance_length": 1 + _ratio(sums["accepted"], sums["blocks"]),
+            "accuracy": _ratio(sums["correct"].sum(), sums["supervised"].sum()),
+            "target_agreement": _ratio(sums["agreeing"], sums["replied"]),
+        }
+        for slot, (correct, supervised) in enumerate(zip(sums["correct"], sums["supervised"], strict=True), start=1):
+            metrics[f"accuracy_slot_{slot}"] = _ratio(correct, supervised)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    @torch.no_grad()
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Takes every position of every reply as an anchor, then walks the replies. Sums up; returns nothing."""
+        documents = PackedDocuments.from_rows(inputs)
+        label_positions, anchors = documents.label_positions(), documents.all_anchors()
+        lay_out = partial(
+            lay_out_blocks,
+            inputs,
+            documents,
+            block_size=self.drafter_config.block_size,
+            mask_token_id=self.drafter_config.mask_token_id,
+            packed=self.uses_flex,
+            label_positions=label_positions,
+        )
+        features = self.target(
+            inputs["input_ids"],
+            inputs["lengths"],
+            label_positions,
+            return_label_hidden_states=self.args.loss_type != "ce",
+        )
+        accepted: dict[int, int] = {}
+        for some_anchors in anchors.split(self.args.eval_blocks_per_pass):
+            batch = lay_out(some_anchors).to(self.args.device)
+            accepted |= self._evaluate_blocks(model, batch, features)
+
+        sums = self._eval_sums
+        for first, end in find_replies(documents.loss_mask.numpy(), documents.document_ids.numpy()):
+            lengths = walk_reply(first, end, accepted)
+            sums["walk_tokens"] += sum(lengths)
+            sums["walk_blocks"] += len(lengths)
+        data_ids = documents.token_ids[label_positions + 1].to(self.args.device)
+        sums["agreeing"] += (features.label_ids == data_ids).sum()
+        sums["replied"] += len(label_positions)
+        return None, None, None
+
+    def _evaluate_blocks(self, model, batch: BlockBatch, features: TargetFeatures) -> dict[int, int]:
+        """Sums loss and accuracy, and returns the accepted drafts of the block at each anchor's packed position."""
+        hidden_states, kept_blocks = self.draft(model, batch, features)
+        sums = self._eval_sums
+        # The decay weights make evaluations comparable, whatever the weighting of training.
+        weights = position_weights(
+            batch.block_size, self.args.loss_gamma, device=self.args.device, dtype=torch.float64
+        )
+        weight = (batch.supervised.sum(0) * weights).sum()
+        loss, correct = self._loss(batch, features, hidden_states, kept_blocks, 1.0)
+        sums["loss"] += loss
+        sums["weight"] += weight if self.args.loss_weighting == "decay" else batch.supervised.sum()
+        sums["correct"] += correct.sum(0)
+        sums["supervised"] += batch.supervised.sum(0)
+
+        # Whatever the drafter was trained on, a draft is accepted iff it is the token that the reply really has.
+        predictions = torch.zeros_like(batch.data_labels.flatten())
+        slots = hidden_states.reshape(-1, hidden_states.shape[-1])[batch.slot_indices]
+        predictions[batch.slot_indices] = self.target.head.predict(slots)
+        right = (predictions.view_as(batch.data_labels) == batch.data_labels) & batch.supervised
+        accepted = count_accepted(right)
+        valid = batch.valid.flatten()
+        sums["accepted"] += (accepted * valid).sum()
+        sums["blocks"] += valid.sum()
+        return dict(zip(batch.anchor_positions[valid].tolist(), accepted[valid].tolist(), strict=True))
+
+    # ---- Saving ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user (DESIGN 4)."""
+        self._saves_bf16 = not _internal_call
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._saves_bf16 = False
+
+    _saves_bf16 = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self._saves_bf16 and self.args.should_save:
+            save_in_bf16(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir)
+
+
+def save_in_bf16(drafter: PreTrainedModel, output_dir: str) -> None:
+    """Writes a drafter's weights as bf16 and says so in its config, leaving the drafter itself as it is."""
+    with torch.device("meta"):
+        served = type(drafter)(drafter.config)
+    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+    served.load_state_dict(weights, assign=True)
+    served.save_pretrained(output_dir)
+
+
+def check_supervision(dataset, name: str) -> None:
+    """Refuses a dataset in which no block could be trained.
+
+    Raises:
+        `ValueError`: naming the dataset and the missing columns or supervision.
+    """
+    missing = {"input_ids", "loss_mask", "length", "row_id"} - set(dataset.column_names)
+    if missing:
+        raise ValueError(f"`{name}` has no column {', '.join(sorted(missing))}: make it with `hf-dflash tokenize`.")
+    if len(dataset) == 0:
+        raise ValueError(f"`{name}` is empty.")
+    if "num_supervised" in dataset.column_names:
+        most = max(dataset["num_supervised"])
+    else:
+        most = max(int(np.sum(mask)) for mask in dataset["loss_mask"])
+    if most < 2:
+        raise ValueError(
+            f"Nothing in `{name}` is supervised ({len(dataset)} rows, at most {most} supervised token(s) in one): a block needs "
+            "two. Look at the loss masks with `hf-dflash check`."
+        )
+
+
+def check_fit(config, target: FrozenTarget) -> None:
+    """Refuses a drafter that was made for another target.
+
+    Raises:
+        `ValueError`: naming both values.
+    """
+    for name, theirs in (
+        ("hidden_size", target.config.hidden_size),
+        ("num_target_layers", target.config.num_hidden_layers),
+    ):
+        if getattr(config, name) != theirs:
+            raise ValueError(
+                f"The drafter's `{name}` is {getattr(config, name)}, the target's is {theirs}: make the drafter's config with "
+                "`create_drafter_config(target.config)`."
+            )
+    rows = target.embedding.weight.shape[0]
+    if config.mask_token_id is None or config.mask_token_id >= rows:
+        raise ValueError(
+            f"`mask_token_id` {config.mask_token_id} is no row of the target's embedding ({rows} rows): choose an unused one."
+        )
+    if config.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"The drafter's `vocab_size` is {config.vocab_size}, the target's is {target.config.vocab_size}: they must be equal."
+        )
+    if list(config.target_layer_ids) != target.layer_ids:
+        raise ValueError(
+            f"The drafter reads layers {list(config.target_layer_ids)}, this target captures {target.layer_ids}."
+        )
+
+
+def _ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> float:
+    """0 for an empty denominator: a log line without any block must not be NaN."""
+    return float(numerator) / float(denominator) if float(denominator) > 0 else 0.0
