@@ -1,0 +1,199 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""One training job from completions to a saved drafter: what `hf-dflash train` and the recipes run.
+
+    accelerate launch recipes/train_qwen36.py --completions completions/*.jsonl
+    hf-dflash train --target Qwen/Qwen3-0.6B --completions completions.jsonl --output_dir drafter
+    hf-dflash train --config job.yaml --learning_rate 3e-4
+
+Options come from a YAML file (`--config`) and from flags; a flag beats the file, and an unknown key is an error.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field, fields
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from transformers.trainer_utils import get_last_checkpoint, set_seed
+
+from ..drafter.configuration_dflash import create_drafter_config
+from ..drafter.modeling_dflash import DFlashForSpeculation
+from ..target.frozen_target import FrozenTarget
+from .arguments import DFlashTrainingArguments
+from .curves import plot_curves
+from .plan import place_targets_of_this_process
+from .trainer import DFlashTrainer
+
+
+@dataclass
+class JobArguments:
+    """
+    What is trained on what. How it is trained is in [`DFlashTrainingArguments`].
+
+    Args:
+        target (`str`): Hub id or folder of the target.
+        completions (`list[str]`): what the target wrote: JSONL files, folders, globs, `s3://` prefixes.
+        eval_completions (`list[str]`, *optional*): held-out completions.
+        dataset_dir (`str`, *optional*): where tokenized completions are kept; `output_dir`/dataset by default.
+        max_length (`int`, *optional*, defaults to 4096): longest sample in tokens; longer replies are cut.
+        enable_thinking (`bool`, *optional*): passed to the chat template, as serving does; the template's default if not given.
+        drafter (`str`, *optional*): a drafter to go on from; a new one is made if not given.
+        num_hidden_layers, block_size, mask_token_id, target_layer_ids, num_target_features, sliding_window,
+        intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of a new drafter, see [`create_drafter_config`].
+        target_dtype (`str`, *optional*, defaults to `"auto"`): dtype of the target's weights.
+    """
+
+    target: str = field(metadata={"help": "Hub id or folder of the target."})
+    completions: list[str] = field(
+        metadata={"help": "What the target wrote: JSONL files, folders, globs, s3:// prefixes."}
+    )
+    eval_completions: list[str] | None = field(default=None, metadata={"help": "Held-out completions."})
+    dataset_dir: str | None = field(
+        default=None, metadata={"help": "Where tokenized completions are kept; OUTPUT_DIR/dataset by default."}
+    )
+    max_length: int = field(default=4096, metadata={"help": "Longest sample in tokens; longer replies are cut."})
+    enable_thinking: bool | None = field(
+        default=None, metadata={"help": "Passed to the chat template, as serving does; its own default if not given."}
+    )
+    drafter: str | None = field(default=None, metadata={"help": "A drafter to go on from; a new one if not given."})
+    num_hidden_layers: int = field(default=5, metadata={"help": "Layers of a new drafter (paper: 5)."})
+    block_size: int = field(default=16, metadata={"help": "Slots of a block, anchor included (paper: 16)."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "An unused token; found if not given."})
+    target_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "Target layers that the drafter reads; evenly spaced if not given."}
+    )
+    num_target_features: int = field(default=5, metadata={"help": "How many target layers to choose (paper: 5)."})
+    sliding_window: int | None = field(
+        default=None, metadata={"help": "Window of all drafter layers; none if not given."}
+    )
+    intermediate_size: int | None = field(default=None, metadata={"help": "MLP width of a new drafter; the target's."})
+    num_attention_heads: int | None = field(default=None, metadata={"help": "Query heads of a new drafter."})
+    num_key_value_heads: int | None = field(default=None, metadata={"help": "Key and value heads of a new drafter."})
+    head_dim: int | None = field(default=None, metadata={"help": "Width of a head of a new drafter."})
+    target_dtype: str = field(default="auto", metadata={"help": "dtype of the target's weights."})
+
+    def __post_init__(self):
+        for path in (self.target, self.drafter):
+            if path is not None and path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
+                raise ValueError(f"There is no folder {path}: give a Hub id or the folder of a saved model.")
+
+
+def parse_job(argv: list[str] | None = None) -> tuple[JobArguments, DFlashTrainingArguments]:
+    """Reads a job from flags and, with `--config`, from a YAML file.
+
+    Raises:
+        `ValueError`: if the file has an unknown key, naming it, or an option is unusable.
+    """
+    argv = list(argv if argv is not None else [])
+    if "--config" in argv:
+        position = argv.index("--config")
+        if position + 1 == len(argv):
+            raise ValueError("`--config` needs the name of a YAML file.")
+        path = argv[position + 1]
+        # Of an option that is given twice the last one counts, so flags beat the file.
+        argv = _flags_of_file(path) + argv[:position] + argv[position + 2 :]
+    parser = HfArgumentParser((JobArguments, DFlashTrainingArguments), prog="hf-dflash train", allow_abbrev=False)
+    job, args = parser.parse_args_into_dataclasses(argv)
+    return job, args
+
+
+def _flags_of_file(path: str) -> list[str]:
+    with open(path, encoding="utf-8") as file:
+        options = yaml.safe_load(file) or {}
+    if not isinstance(options, dict):
+        raise ValueError(f"{path} must hold `option: value` lines, not {type(options).__name__}.")
+    known = {f.name for dataclass_type in (JobArguments, DFlashTrainingArguments) for f in fields(dataclass_type)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"{path} has unknown option(s) {', '.join(unknown)}: see `hf-dflash train --help`.")
+    flags = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        flags += [f"--{name}", *map(str, values)]
+    return flags
+
+
+def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: list[str], name: str):
+    """Tokenizes completions, or takes what an earlier start has tokenized with the same options.
+
+    Args:
+        job ([`JobArguments`]), args ([`DFlashTrainingArguments`]): the job.
+        sources (`list[str]`): completions.
+        name (`str`): folder under `dataset_dir`.
+
+    Returns:
+        `datasets.Dataset`: with `input_ids`, `loss_mask`, `length`, `row_id`.
+    """
+    from datasets import load_from_disk
+
+    from ..data.tokenization import tokenize_completions
+
+    folder = os.path.join(job.dataset_dir or os.path.join(args.output_dir, "dataset"), name)
+    with args.main_process_first(local=False, desc="tokenizing"):
+        if args.process_index == 0:
+            tokenize_completions(
+                sources, job.target, folder, max_length=job.max_length, enable_thinking=job.enable_thinking
+            )
+    return load_from_disk(folder)
+
+
+def load_target(job: JobArguments, args: DFlashTrainingArguments, layer_ids: list[int]) -> FrozenTarget:
+    """Loads the target onto its device (DESIGN 3.10)."""
+    device = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")[0]
+    return FrozenTarget(job.target, layer_ids, device=device, output_device=args.device, dtype=job.target_dtype)
+
+
+def make_drafter(job: JobArguments, args: DFlashTrainingArguments) -> DFlashForSpeculation:
+    """A new drafter for the target, the same on every rank, or the one that the job goes on from. In fp32."""
+    if job.drafter is not None:
+        return DFlashForSpeculation.from_pretrained(job.drafter, dtype=torch.float32)
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = create_drafter_config(
+        AutoConfig.from_pretrained(job.target),
+        num_hidden_layers=job.num_hidden_layers,
+        block_size=job.block_size,
+        mask_token_id=job.mask_token_id,
+        tokenizer=AutoTokenizer.from_pretrained(job.target),
+        target_layer_ids=job.target_layer_ids,
+        num_target_features=job.num_target_features,
+        sliding_window=job.sliding_window,
+        target_name_or_path=job.target,
+        **{name: getattr(job, name) for name in sizes if getattr(job, name) is not None},
+    )
+    set_seed(args.seed)
+    return DFlashForSpeculation(config)
+
+
+def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
+    """Runs the job: tokenize, load, train (going on from the last checkpoint if there is one), evaluate, save.
+
+    Returns:
+        [`DFlashTrainer`]: after training; the drafter is saved in `args.output_dir`.
+    """
+    train_dataset = prepare_dataset(job, args, job.completions, "train")
+    eval_dataset = prepare_dataset(job, args, job.eval_completions, "eval") if job.eval_completions else None
+    drafter = make_drafter(job, args)
+    target = load_target(job, args, drafter.config.target_layer_ids)
+    trainer = DFlashTrainer(drafter, target, args, train_dataset=train_dataset, eval_dataset=eval_dataset)
+
+    resume_from = args.resume_from_checkpoint
+    if resume_from in (None, "auto") and os.path.isdir(args.output_dir):
+        resume_from = get_last_checkpoint(args.output_dir)
+    trainer.train(resume_from_checkpoint=resume_from)
+    if eval_dataset is not None:
+        trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        plot_curves(trainer.state.log_history, os.path.join(args.output_dir, "training_curves.png"))
+    return trainer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`hf-dflash train`."""
+    run_job(*parse_job(argv))
+    return 0

@@ -1,0 +1,82 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Train the drafter of Qwen3.6-27B with the reference hyper-parameters of qwen36.yaml.
+
+    accelerate launch --num_processes 2 recipes/train_qwen36.py --completions completions/*.jsonl
+
+Any option of `hf-dflash train --help` can be given and beats the file. A try-out on any machine, CPU included, with 100
+samples, one epoch and a tiny random model of the same architecture:
+
+    accelerate launch --num_processes 1 recipes/train_qwen36.py --test
+"""
+
+import gzip
+import os
+import sys
+
+from hf_dflash.training.run import parse_job, run_job
+
+
+RECIPES = os.path.dirname(os.path.abspath(__file__))
+
+
+def test_flags(output_dir: str) -> list[str]:
+    """Makes the inputs of `--test` below `output_dir`, and says which options differ from the reference job."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    pocket = os.path.join(RECIPES, "pocket")
+    target, completions = os.path.join(output_dir, "tiny_target"), os.path.join(output_dir, "completions.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(pocket)
+    config = Qwen3_5TextConfig(
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(config).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    with gzip.open(os.path.join(pocket, "completions_train.jsonl.gz"), "rt", encoding="utf-8") as source:
+        rows = [line for line, _ in zip(source, range(100), strict=False)]
+    with open(completions, "w", encoding="utf-8") as file:
+        file.writelines(rows)
+
+    # Layers 1, 2, 3, 4, 5 of 8; a mask token of this vocabulary; sizes of a tiny drafter.
+    flags = (
+        f"--target {target} --completions {completions} --output_dir {output_dir} --num_train_epochs 1 --block_size 8"
+    )
+    flags += " --target_layer_ids 1 2 3 4 5 --intermediate_size 128 --num_attention_heads 4 --num_key_value_heads 2"
+    flags += f" --head_dim 16 --mask_token_id {find_mask(tokenizer)} --token_budget 1024 --target_dtype float32 --logging_steps 1"
+    if not torch.cuda.is_available():
+        flags += " --use_cpu true --bf16 false"
+    return flags.split()
+
+
+def find_mask(tokenizer) -> int:
+    from hf_dflash.drafter.configuration_dflash import find_mask_token_id
+
+    return find_mask_token_id(tokenizer, len(tokenizer))
+
+
+def main(argv: list[str]) -> None:
+    flags = ["--config", os.path.join(RECIPES, "qwen36.yaml")]
+    if "--test" in argv:
+        argv = [argument for argument in argv if argument != "--test"]
+        output_dir = argv[argv.index("--output_dir") + 1] if "--output_dir" in argv else "qwen36-dflash-test"
+        os.makedirs(output_dir, exist_ok=True)
+        flags += test_flags(output_dir)
+    run_job(*parse_job([*flags, *argv]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
