@@ -1,0 +1,435 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Lossless speculative decoding with a DFlash drafter, for dense, sliding-window and gated-delta-net targets.
+
+The target's pass over the prompt gives the first token. Then, block by block: the last token, which the target has not
+read yet, is the anchor; the drafter proposes the tokens behind it; one pass of the target over anchor and drafts gives its
+own choice at each of them; the leading drafts that agree are accepted, and the target's choice behind them is the bonus
+token, the next anchor. The features that the drafter reads are captured in the same pass.
+
+`generate` itself prepares everything around that loop (generation config, processors, stopping criteria, cache), so that
+each of them means here what it means there.
+
+This file is shipped beside a drafter's `custom_generate/generate.py`: it imports torch, transformers and its siblings only.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import DynamicCache, StoppingCriteriaList, StopStringCriteria
+from transformers.utils import ModelOutput
+
+from .feature_capture import FeatureCapture
+from .target_cache import RollbackCache
+from .token_selection import choose_tokens, is_prefix_free, process_logits, verify_drafts
+
+
+@dataclass
+class SpeculativeOutput(ModelOutput):
+    """
+    Args:
+        sequences (`torch.LongTensor` of shape `[B, length]`):
+            Prompts and what was generated, as `generate` returns them: shorter rows are filled with the pad token.
+        acceptance_lengths (`list[list[int]]`):
+            For each prompt, the tokens that each verify pass emitted, bonus token included; a block that an end token or
+            the length limit cuts counts what was emitted. Their sum is one less than the tokens generated: the first token
+            comes from the pass over the prompt.
+        num_target_passes (`int`):
+            Forward passes of the target, the one over the prompt included.
+        num_drafter_passes (`int`):
+            Forward passes of the drafter.
+    """
+
+    sequences: torch.LongTensor | None = None
+    acceptance_lengths: list[list[int]] | None = None
+    num_target_passes: int | None = None
+    num_drafter_passes: int | None = None
+
+
+def speculative_generate(
+    target,
+    drafter,
+    input_ids: torch.LongTensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    do_sample: bool = False,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    eos_token_id: int | list[int] | None = None,
+    logits_processor=None,
+    stopping_criteria=None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer=None,
+    streamer=None,
+    generator: torch.Generator | None = None,
+    sample_drafts: bool = False,
+    return_stats: bool = True,
+    **generation_kwargs,
+) -> SpeculativeOutput | torch.LongTensor:
+    """
+    Generates with a drafter exactly what `target.generate` generates without one: the same tokens when greedy, the same
+    distribution when sampling.
+
+    Args:
+        target (`PreTrainedModel`): the model whose output is wanted. Dense (full and sliding-window attention) and hybrid with
+            gated delta net (Qwen3.5, Qwen3.6, Qwen3-Next).
+        drafter ([`DFlashForSpeculation`]): trained for that target.
+        input_ids (`torch.LongTensor` of shape `[B, length]`): prompts, padded on the left.
+        attention_mask (`torch.Tensor` of shape `[B, length]`, *optional*): 0 on padding.
+        max_new_tokens (`int`, *optional*): tokens to generate at most; 0 returns the prompts. By default what `generate`
+            takes from the target's generation config.
+        do_sample (`bool`, *optional*, defaults to `False`): draw tokens instead of taking the most likely.
+        temperature (`float`, *optional*), top_p (`float`, *optional*), top_k (`int`, *optional*): of sampling; by default
+            the target's generation config, as in `generate`.
+        eos_token_id (`int` or `list[int]`, *optional*): tokens that end a row; by default all of the generation config's.
+        logits_processor (`LogitsProcessorList`, *optional*), stopping_criteria (`StoppingCriteriaList`, *optional*): further
+            ones, called for one row and one position at a time.
+        stop_strings (`str` or `list[str]`, *optional*): end a row once its text contains one. Needs `tokenizer`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's.
+        streamer (`BaseStreamer`, *optional*): is given the prompt, then the tokens of each block. One prompt only.
+        generator (`torch.Generator`, *optional*): of sampling, on the target's device.
+        sample_drafts (`bool`, *optional*, defaults to `False`): draw drafts from the drafter's distribution instead of taking
+            its most likely tokens. Both are exact; drawn drafts of one block know nothing of each other, so fewer are accepted.
+        return_stats (`bool`, *optional*, defaults to `True`): return a [`SpeculativeOutput`], else the sequences alone.
+        generation_kwargs: any other argument of `generate` (`repetition_penalty`, `generation_config`, ...).
+
+    Raises:
+        `ValueError`: if drafter and target do not fit, prompts are not padded on the left, or the target's cache cannot be
+            rolled back.
+
+    Example:
+
+    ```python
+    >>> out = speculative_generate(target, drafter, input_ids, max_new_tokens=64)
+    >>> mean = sum(out.acceptance_lengths[0]) / len(out.acceptance_lengths[0])
+    ```
+    """
+    check_drafter_fits(target, drafter)
+    if max_new_tokens == 0:
+        # `generate` refuses 0.
+        out = SpeculativeOutput(input_ids, [[] for _ in input_ids], 0, 0)
+        return out if return_stats else out.sequences
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"`streamer` prints one conversation, `input_ids` holds {input_ids.shape[0]} prompts.")
+
+    stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("`stop_strings` needs `tokenizer`, the target's, to know the text of a token.")
+        stopping_criteria.append(StopStringCriteria(tokenizer, stop_strings))
+
+    chosen = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "eos_token_id": eos_token_id,
+    }
+    generation_kwargs.update({name: value for name, value in chosen.items() if value is not None})
+
+    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        loop = _SpeculativeLoop(
+            model, drafter, logits_processor, stopping_criteria, generation_config, streamer, generator, sample_drafts
+        )
+        return loop.run(input_ids, model_kwargs)
+
+    out = target.generate(
+        input_ids,
+        attention_mask=attention_mask,
+        do_sample=do_sample,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        streamer=streamer,
+        custom_generate=decode,
+        **generation_kwargs,
+    )
+    return out if return_stats else out.sequences
+
+
+def check_drafter_fits(target, drafter) -> None:
+    """
+    Raises:
+        `ValueError`: if the drafter was made for a target of another width, vocabulary or depth.
+    """
+    text_config = target.config.get_text_config(decoder=True)
+    pairs = (
+        ("hidden_size", drafter.config.hidden_size, text_config.hidden_size),
+        ("vocab_size", drafter.config.vocab_size, text_config.vocab_size),
+        ("num_target_layers", drafter.config.num_target_layers, text_config.num_hidden_layers),
+    )
+    for name, drafters, targets in pairs:
+        if drafters is not None and drafters != targets:
+            raise ValueError(
+                f"The drafter's `{name}` is {drafters}, the target ({type(target).__name__}) has {targets}: this drafter "
+                "was made for another target."
+            )
+    if drafter.config.mask_token_id is None:
+        raise ValueError("The drafter's config has no `mask_token_id`, the token that its slots hold.")
+
+
+@dataclass
+class _Row:
+    """One prompt of the batch and what has been generated for it."""
+
+    prompt_length: int
+    generated: list[int] = field(default_factory=list)
+    acceptance_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + len(self.generated)
+
+
+class _SpeculativeLoop:
+    def __init__(
+        self,
+        target,
+        drafter,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer,
+        generator,
+        sample_drafts,
+    ):
+        if generation_config.num_beams > 1:
+            raise ValueError("Speculative decoding follows one continuation of a prompt: `num_beams` must be 1.")
+        self.target, self.drafter = target, drafter
+        # transformers 5.18 renamed `past_key_values` of the targets, model by model.
+        self.cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
+        self.logits_processor = logits_processor
+        self.generation_config = generation_config
+        self.do_sample = generation_config.do_sample
+        self.streamer, self.generator = streamer, generator
+        self.sample_drafts = sample_drafts and self.do_sample
+        self.block_size = drafter.config.block_size
+        # The end tokens and the length are known on the host and checked there, without asking the device.
+        self.other_criteria = StoppingCriteriaList(
+            c for c in stopping_criteria if not hasattr(c, "eos_token_id") and not hasattr(c, "max_length")
+        )
+        end_tokens = generation_config._eos_token_tensor
+        self.end_tokens = set() if end_tokens is None else set(end_tokens.flatten().tolist())
+        pad_token = generation_config._pad_token_tensor
+        # Without end tokens rows end together, so nothing is padded.
+        self.pad_token_id = 0 if pad_token is None else int(pad_token)
+        self.max_length = generation_config.max_length
+        self.num_target_passes = self.num_drafter_passes = 0
+
+    def run(self, input_ids: torch.LongTensor, model_kwargs: dict) -> SpeculativeOutput:
+        device = input_ids.device
+        prompt_mask = _check_prompt_mask(input_ids, model_kwargs.get("attention_mask"))
+        lengths = prompt_mask.sum(-1).tolist()
+        self.rows = rows = [_Row(input_ids.shape[1]) for _ in lengths]
+        # Prompts and all that can follow them. Unaccepted drafts lie here for a moment, behind what is certain.
+        self.tokens = input_ids.new_zeros(len(rows), self.max_length + self.block_size)
+        self.tokens[:, : input_ids.shape[1]] = input_ids
+
+        cache = model_kwargs.get("past_key_values", model_kwargs.get("cache"))
+        if cache.get_seq_length() > 0:
+            raise ValueError(
+                "`past_key_values` already holds tokens: the drafter needs the target's features of the whole prompt, so pass "
+                "an empty cache."
+            )
+        target_cache = RollbackCache(cache, lengths, self.target)
+        drafter_cache = RollbackCache(DynamicCache(config=self.drafter.config), [0] * len(rows))
+        drafter_cache.record()
+
+        config = self.drafter.config
+        with FeatureCapture(self.target, config.target_layer_ids, self.drafter.device, self.drafter.dtype) as capture:
+            logits = self._prefill(input_ids, prompt_mask, cache)
+            target_cache.record()
+            features, fresh = _align_left(capture.take(), lengths), lengths
+            scores = process_logits(logits.float(), self.logits_processor, list(input_ids))
+            first = choose_tokens(scores, self.do_sample, self.generator)
+            active = self._emit(list(range(len(rows))), first, first.tolist(), is_block=False)
+            if active and len(active) < len(rows):
+                features, fresh = features[active], [fresh[i] for i in active]
+                target_cache.select_rows(active)
+                drafter_cache.row_lengths = [0] * len(active)
+
+            while active:
+                num_drafts = min(self.block_size, max(self.max_length - self.rows[i].length for i in active)) - 1
+                anchors = torch.tensor([[self.rows[i].generated[-1]] for i in active], device=device)
+                drafts, draft_probabilities = anchors[:, :0], None
+                if num_drafts > 0:
+                    hidden_states = self._draft(anchors, features, fresh, drafter_cache)
+                    drafts, draft_probabilities = self._propose(hidden_states[:, 1 : num_drafts + 1], device)
+
+                logits = self._verify(torch.cat([anchors, drafts], dim=1), target_cache)
+                scores = process_logits(logits.float(), self.logits_processor, self._prefixes(active, drafts))
+                num_accepted, chosen = verify_drafts(
+                    scores, drafts, draft_probabilities, self.do_sample, self.generator
+                )
+                # The one place of a block where the host waits for the device.
+                on_host = torch.cat([num_accepted[:, None], chosen], dim=1).tolist()
+                fresh = [count + 1 for count, *_ in on_host]
+                target_cache.keep(num_drafts + 1, fresh)
+                features = capture.take()[:, : max(fresh)]
+
+                remaining = self._emit(active, chosen, [tokens[: 1 + n] for n, *tokens in on_host], is_block=True)
+                if remaining and len(remaining) < len(active):
+                    places = [active.index(i) for i in remaining]
+                    features, fresh = features[places], [fresh[place] for place in places]
+                    target_cache.select_rows(places)
+                    drafter_cache.select_rows(places)
+                active = remaining
+
+        if self.streamer is not None:
+            self.streamer.end()
+        for tokens, row in zip(self.tokens, self.rows, strict=True):
+            tokens[row.length :] = self.pad_token_id
+        return SpeculativeOutput(
+            sequences=self.tokens[:, : max(row.length for row in self.rows)],
+            acceptance_lengths=[row.acceptance_lengths for row in self.rows],
+            num_target_passes=self.num_target_passes,
+            num_drafter_passes=self.num_drafter_passes,
+        )
+
+    def _prefill(self, input_ids, prompt_mask, cache) -> torch.Tensor:
+        is_padded = not bool(prompt_mask.all())
+        if is_padded and input_ids.shape[0] == 1:
+            input_ids, is_padded = input_ids[:, prompt_mask[0].bool()], False
+        arguments = {"position_ids": torch.arange(input_ids.shape[1], device=input_ids.device)[None]}
+        if is_padded:
+            arguments["position_ids"] = (prompt_mask.cumsum(-1) - 1).clamp(min=0)
+            arguments["attention_mask"] = prompt_mask
+        else:
+            arguments["position_ids"] = arguments["position_ids"].expand(input_ids.shape[0], -1)
+        if self.target._supports_logits_to_keep():
+            arguments["logits_to_keep"] = 1
+        self.num_target_passes += 1
+        return self.target(input_ids=input_ids, **{self.cache_name: cache}, use_cache=True, **arguments).logits[:, -1:]
+
+    def _draft(self, anchors, features, fresh: list[int], cache: RollbackCache) -> torch.Tensor:
+        """Hidden states, `[B, block_size, H]`, of the slots behind each row's context, which is extended by `features`."""
+        slots = anchors.new_full((anchors.shape[0], self.block_size), self.drafter.config.mask_token_id)
+        slots[:, :1] = anchors
+        device = features.device
+        num_fresh = features.shape[1]
+        kept = torch.tensor(fresh)[:, None]
+        start = torch.tensor(cache.row_lengths)[:, None]
+        # A row's slots follow its own last token, whatever stands between them in the batch.
+        positions = torch.cat(
+            [start + torch.arange(num_fresh), start + kept + torch.arange(self.block_size)], dim=1
+        ).to(device)
+        mask = None
+        if len(fresh) > 1:
+            longest = max(cache.row_lengths)
+            real = [
+                torch.arange(longest) >= longest - start,
+                torch.arange(num_fresh) < kept,
+                torch.ones(len(fresh), self.block_size, dtype=torch.bool),
+            ]
+            mask = torch.cat(real, dim=1).to(device)
+        self.num_drafter_passes += 1
+        hidden_states = self.drafter(
+            noise_embeds=embed_slots(self.target, slots).to(device, self.drafter.dtype),
+            context_hidden_states=features,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache.cache,
+        ).last_hidden_state
+        cache.keep(num_fresh, fresh, num_behind=self.block_size)
+        return hidden_states
+
+    def _propose(self, hidden_states: torch.Tensor, device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = compute_draft_logits(self.target, hidden_states).to(device)
+        if not self.sample_drafts:
+            return logits.argmax(dim=-1), None
+        # Any q is exact as long as drafts are drawn from it: what depends on earlier tokens is left out.
+        processors = type(self.logits_processor)(p for p in self.logits_processor if is_prefix_free(p))
+        probabilities = process_logits(logits.float(), processors, []).softmax(dim=-1)
+        return choose_tokens(probabilities.log(), True, self.generator), probabilities
+
+    def _verify(self, block: torch.LongTensor, cache: RollbackCache) -> torch.Tensor:
+        """The target's logits, `[B, length, vocabulary]`, at the anchor and the drafts of each row."""
+        num_new = block.shape[1]
+        if num_new > 1:
+            cache.snapshot()
+        self.num_target_passes += 1
+        return self.target(
+            input_ids=block,
+            attention_mask=cache.attention_mask(num_new, block.device),
+            position_ids=cache.next_positions(num_new, block.device),
+            **{self.cache_name: cache.cache},
+            use_cache=True,
+        ).logits
+
+    def _prefixes(self, active: list[int], drafts: torch.LongTensor) -> list[torch.Tensor]:
+        """For each row, all its tokens and the drafts behind them, for processors that look at earlier tokens."""
+        prefixes = []
+        for i, row_drafts in zip(active, drafts, strict=True):
+            end = self.rows[i].length + row_drafts.shape[0]
+            self.tokens[i, self.rows[i].length : end] = row_drafts
+            prefixes.append(self.tokens[i, :end])
+        return prefixes
+
+    def _emit(self, active: list[int], chosen: torch.Tensor, emitted: list[list[int]], is_block: bool) -> list[int]:
+        """Appends the emitted tokens to their rows, cut where plain decoding would stop, and returns the rows that go on."""
+        going_on = []
+        for i, row_chosen, tokens in zip(active, chosen, emitted, strict=True):
+            row = self.rows[i]
+            self.tokens[i, row.length : row.length + len(tokens)] = row_chosen[: len(tokens)]
+            count, is_finished = self._count_until_end(i, tokens)
+            row.generated += tokens[:count]
+            if is_block:
+                row.acceptance_lengths.append(count)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(tokens[:count]))
+            if not is_finished:
+                going_on.append(i)
+        return going_on
+
+    def _count_until_end(self, i: int, tokens: list[int]) -> tuple[int, bool]:
+        """How many of the tokens plain decoding would have emitted, and whether it would have stopped there."""
+        length = self.rows[i].length
+        for count, token in enumerate(tokens, start=1):
+            if token in self.end_tokens or length + count >= self.max_length:
+                return count, True
+            if self.other_criteria and bool(self.other_criteria(self.tokens[i : i + 1, : length + count], None).all()):
+                return count, True
+        return len(tokens), False
+
+
+def _check_prompt_mask(input_ids: torch.LongTensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask of a batch of prompts, all ones where there is none."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+    if bool((mask[:, 1:] < mask[:, :-1]).any()) or bool((mask[:, -1] == 0).any()):
+        raise ValueError("`attention_mask` has zeros behind ones: pad prompts on the left (`padding_side='left'`).")
+    return mask
+
+
+def _align_left(features: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Moves the features of a left-padded batch, `[B, length, width]`, to the front of each row."""
+    surplus = features.shape[1] - torch.tensor(lengths)
+    if not bool(surplus.any()):
+        return features
+    index = (torch.arange(features.shape[1]) + surplus[:, None]).clamp(max=features.shape[1] - 1)
+    return features.gather(1, index[:, :, None].expand_as(features).to(features.device))
+
+
+def embed_slots(target, token_ids: torch.LongTensor) -> torch.Tensor:
+    """The target's embeddings of slots. A norm inside the embedding layer is bypassed, as transformers' DFlash path does."""
+    embedding = target.get_input_embeddings()
+    norm = getattr(embedding, "embed_norm", None)
+    if norm is None:
+        return embedding(token_ids)
+    embedding.embed_norm = nn.Identity()
+    try:
+        return embedding(token_ids)
+    finally:
+        embedding.embed_norm = norm
+
+
+def compute_draft_logits(target, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The target's head on the drafter's hidden states, with the scale and soft-cap that the target's config states."""
+    head = target.get_output_embeddings()
+    logits = head(hidden_states.to(head.weight.device, head.weight.dtype))
+    config = target.config.get_text_config(decoder=True)
+    logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
