@@ -50,3 +50,18 @@ def walk_reply(first: int, end: int, accepted: dict[int, int]) -> list[int]:
         lengths.append(min(reached, end - 1) - anchor)
         anchor = reached
     return lengths
+
+
+def repeated_ngram_share(token_ids: list[int], n: int = 4) -> float:
+    """Share of n-grams that occurred before in the same completion. Loops are easy to draft: an acceptance length means
+    little on completions in which this is high.
+
+    Args:
+        token_ids (`list[int]`): one completion.
+        n (`int`, *optional*, defaults to 4): tokens of an n-gram.
+
+    Returns:
+        `float`: 0 to 1; 0 for completions shorter than n.
+    """
+    ngrams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

@@ -168,28 +168,45 @@ def make_drafter(job: JobArguments, args: DFlashTrainingArguments) -> DFlashForS
     return DFlashForSpeculation(config)
 
 
-def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
-    """Runs the job: tokenize, load, train (going on from the last checkpoint if there is one), evaluate, save.
-
-    Returns:
-        [`DFlashTrainer`]: after training; the drafter is saved in `args.output_dir`.
-    """
+def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
+    """Tokenizes, makes the drafter, loads the target: everything before training."""
     train_dataset = prepare_dataset(job, args, job.completions, "train")
     eval_dataset = prepare_dataset(job, args, job.eval_completions, "eval") if job.eval_completions else None
     drafter = make_drafter(job, args)
     target = load_target(job, args, drafter.config.target_layer_ids)
-    trainer = DFlashTrainer(drafter, target, args, train_dataset=train_dataset, eval_dataset=eval_dataset)
+    return DFlashTrainer(drafter, target, args, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
+
+def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
+    """Trains, going on from the last checkpoint if there is one, evaluates and saves the drafter in `output_dir`.
+
+    Returns:
+        `dict[str, float]`: the last evaluation, empty without held-out completions.
+    """
+    args = trainer.args
     resume_from = args.resume_from_checkpoint
     if resume_from in (None, "auto") and os.path.isdir(args.output_dir):
         resume_from = get_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=resume_from)
-    if eval_dataset is not None:
-        trainer.save_metrics("eval", trainer.evaluate())
+    metrics = {}
+    if trainer.eval_dataset is not None:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
         plot_curves(trainer.state.log_history, os.path.join(args.output_dir, "training_curves.png"))
+    return metrics
+
+
+def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
+    """Runs the whole job: tokenize, load, train, evaluate, save.
+
+    Returns:
+        [`DFlashTrainer`]: after training.
+    """
+    trainer = make_trainer(job, args)
+    train_and_save(trainer)
     return trainer
 
 
