@@ -18,6 +18,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ..decoding.speculative import speculative_generate
+from .acceptance import repeated_ngram_share
 
 
 @dataclass
@@ -33,6 +34,7 @@ class PromptResult:
         plain_seconds (`float`, *optional*), num_plain_tokens (`int`, *optional*): of plain decoding.
         first_difference (`int`, *optional*): the first new token in which greedy decoding and ours differ, -1 where they are
             the same; `None` when it was not compared or tokens were drawn.
+        repeated_4gram_share (`float`): of the new tokens, see [`repeated_ngram_share`]. Loops are easy to draft.
     """
 
     id: str
@@ -45,6 +47,7 @@ class PromptResult:
     plain_seconds: float | None = None
     num_plain_tokens: int | None = None
     first_difference: int | None = None
+    repeated_4gram_share: float = 0.0
 
 
 @dataclass
@@ -73,7 +76,8 @@ class AcceptanceReport:
             - `target_passes_per_token`: the pass over the prompt included (plain decoding: 1.0);
             - `speedup`: tokens per second, ours over plain decoding's, `None` without the comparison;
             - `break_even_acceptance_length`: the micro figure at which `speedup` would be 1;
-            - `num_identical`, `num_compared`: prompts whose greedy output equals plain decoding's.
+            - `num_identical`, `num_compared`: prompts whose greedy output equals plain decoding's;
+            - `repeated_4gram_share`: mean over prompts, of 4-grams that occurred before in the same completion.
         """
         results = [r for r in self.results if domain is None or r.domain == domain]
         lengths = [length for r in results for length in r.acceptance_lengths]
@@ -95,6 +99,7 @@ class AcceptanceReport:
             **speed,
             "num_identical": sum(r.first_difference == -1 for r in compared),
             "num_compared": len(compared),
+            "repeated_4gram_share": sum(r.repeated_4gram_share for r in results) / len(results) if results else None,
         }
 
     @property
@@ -119,8 +124,8 @@ class AcceptanceReport:
         """The table of a model card: one row a domain, and all of them together."""
         lines = [
             "| prompts | number | acceptance length (micro) | (macro) | target passes / token | speed-up | break-even length "
-            "| identical to plain |",
-            "|---|---|---|---|---|---|---|---|",
+            "| identical to plain | repeated 4-grams |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         rows = [(domain, self.summary(domain)) for domain in self.domains]
         if len(rows) != 1:
@@ -136,6 +141,7 @@ class AcceptanceReport:
                 _show(s["speedup"]),
                 _show(s["break_even_acceptance_length"]),
                 identical,
+                f"{s['repeated_4gram_share']:.1%}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
         by_slot = ", ".join(_show(share) for share in self.summary()["acceptance_by_slot"])
@@ -368,6 +374,7 @@ class _Measurement:
             acceptance_lengths=out.acceptance_lengths[0],
             num_target_passes=out.num_target_passes,
             seconds=seconds,
+            repeated_4gram_share=repeated_ngram_share(new_tokens.tolist()),
         )
         if self.compare_with_plain:
             plain, result.plain_seconds = self._timed(self._plain, input_ids)
