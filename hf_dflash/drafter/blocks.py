@@ -273,15 +273,80 @@ def create_dense_mask(
     return mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
 
 
-def create_flex_mask(mask_mod: Callable, rows: int, q_len: int, kv_len: int, device: torch.device):
-    """The block-sparse form of a mask for flex attention (CUDA).
+def create_flex_mask(
+    document_ids: torch.Tensor,
+    anchors: torch.Tensor,
+    valid: torch.Tensor,
+    block_size: int,
+    *,
+    sliding_window: int | None = None,
+    is_causal: bool = False,
+):
+    """The block-sparse form of a mask, for flex attention.
+
+    Which tiles of 128 x 128 hold visible keys is worked out from the ends of what each block sees: a few small operations.
+    `create_block_mask` would evaluate the rule for every pair of slot and key (30 ms and 7 GB in speculators pull request 731).
 
     Args:
-        mask_mod (`Callable`), rows (`int`), q_len (`int`), kv_len (`int`), device (`torch.device`): as in [`create_dense_mask`].
+        document_ids, anchors, valid, block_size, sliding_window, is_causal: as in [`create_anchor_block_mask_mod`].
 
     Returns:
         `torch.nn.attention.flex_attention.BlockMask`.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
-    return create_block_mask(mask_mod, B=rows, H=None, Q_LEN=q_len, KV_LEN=kv_len, device=device)
+    mask_mod, q_len, kv_len = create_anchor_block_mask_mod(
+        document_ids, anchors, valid, block_size, sliding_window=sliding_window, is_causal=is_causal
+    )
+    document_ids, anchors, valid = (x[None] if x.dim() == 1 else x for x in (document_ids, anchors, valid))
+    rows, context_length = document_ids.shape
+    device = anchors.device
+    tile = 128
+    query_tiles, key_tiles = -(-q_len // tile), -(-kv_len // tile)
+
+    # 1. Context keys first .. anchor - 1 are visible to some slot of a block, and all_from .. anchor - 1 to all of its slots.
+    block_documents = torch.where(valid, document_ids.gather(1, anchors), -2)
+    first = torch.searchsorted(document_ids.masked_fill(document_ids < 0, document_ids.shape[1]), block_documents)
+    all_from = first
+    if sliding_window is not None:
+        all_from = torch.maximum(first, anchors + block_size - sliding_window)
+        first = torch.maximum(first, anchors - sliding_window + 1)
+    ends = torch.where(valid, anchors, 0)
+
+    # 2. The blocks that a tile of queries touches, and whether each sees some or all keys of a tile of keys.
+    tile_starts = torch.arange(key_tiles, device=device) * tile
+    tile_ends = (tile_starts + tile).clamp(max=context_length)
+    sees_some = (first[..., None] < tile_ends) & (ends[..., None] > tile_starts) & (tile_starts < tile_ends)
+    sees_all = (all_from[..., None] <= tile_starts) & (ends[..., None] >= tile_starts + tile)
+    blocks_of_tile = _blocks_of_query_tiles(query_tiles, tile, q_len, block_size, device)
+    some = sees_some[:, blocks_of_tile].any(dim=2)
+    full = (
+        sees_all[:, blocks_of_tile].all(dim=2)
+        & (torch.arange(query_tiles, device=device) * tile + tile <= q_len)[:, None]
+    )
+
+    # 3. The slots of the blocks themselves.
+    own_starts = context_length + blocks_of_tile[:, 0] * block_size
+    own_ends = context_length + (blocks_of_tile[:, -1] + 1) * block_size
+    some = some | ((own_starts[:, None] < tile_starts + tile) & (own_ends[:, None] > tile_starts))
+
+    partial = some & ~full
+    return BlockMask.from_kv_blocks(
+        *_order_tiles(partial), *_order_tiles(full), BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=(q_len, kv_len)
+    )
+
+
+def _blocks_of_query_tiles(query_tiles: int, tile: int, q_len: int, block_size: int, device) -> torch.Tensor:
+    """Indices `[query_tiles, n]` of the blocks in each tile of slots; the last ones repeat where a tile has fewer."""
+    starts = torch.arange(query_tiles, device=device) * tile
+    ends = (starts + tile).clamp(max=q_len)
+    first, last = starts // block_size, (ends - 1) // block_size
+    most = (tile - 2) // block_size + 2
+    return torch.minimum(first[:, None] + torch.arange(most, device=device), last[:, None])
+
+
+def _order_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[R, query tiles, key tiles]` bool -> how many are set in each row, and their indices in front, as flex attention reads."""
+    counts = tiles.sum(-1, dtype=torch.int32)
+    indices = tiles.int().argsort(dim=-1, descending=True, stable=True).int()
+    return counts[:, None].contiguous(), indices[:, None].contiguous()

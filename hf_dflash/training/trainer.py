@@ -198,11 +198,11 @@ class DFlashTrainer(Trainer):
         kept_blocks = document_is_finite[row_documents.gather(1, batch.anchors)].bool().flatten()
 
         def create_mask(**kinds):
-            mask_mod, q_len, kv_len = create_anchor_block_mask_mod(
-                batch.document_ids, batch.anchors, batch.valid, batch.block_size, **kinds
-            )
-            create = create_flex_mask if self.uses_flex else partial(create_dense_mask, dtype=context.dtype)
-            return create(mask_mod, batch.anchors.shape[0], q_len, kv_len, context.device)
+            blocks = (batch.document_ids, batch.anchors, batch.valid, batch.block_size)
+            if self.uses_flex:
+                return create_flex_mask(*blocks, **kinds)
+            mask_mod, q_len, kv_len = create_anchor_block_mask_mod(*blocks, **kinds)
+            return create_dense_mask(mask_mod, batch.anchors.shape[0], q_len, kv_len, context.device, context.dtype)
 
         hidden_states = model(
             self.target.embed(batch.slot_ids),
