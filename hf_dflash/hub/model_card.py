@@ -1,0 +1,156 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The model card of a drafter: what it is for, how it was made and measured, and commands that work for this very folder."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from .portability import find_problems
+
+
+TEMPLATE = Path(__file__).with_name("drafter_card.md.jinja")
+# Where the card's metadata keeps the training record, for the cards of other forms of the same drafter.
+_RECORD_KEY = "hf_dflash"
+
+
+@dataclass
+class AcceptanceFigure:
+    """
+    Args:
+        prompts (`str`): which prompts.
+        acceptance_length (`float`): tokens per verify pass, bonus token included.
+        setting (`str`): how it was measured: temperature, thinking, number of prompts, really decoded or simulated.
+    """
+
+    prompts: str
+    acceptance_length: float
+    setting: str
+
+
+@dataclass
+class TrainingRecord:
+    """
+    What a card says about the making of a drafter.
+
+    Args:
+        data (`str`, *optional*): one sentence about the completions.
+        datasets (`list[str]`, *optional*): Hub ids of data sets.
+        hyperparameters (`dict`, *optional*): names and values.
+        acceptance (`list[AcceptanceFigure]`, *optional*): measured figures.
+        license (`str`, *optional*): of the drafter, as the Hub spells it.
+    """
+
+    data: str | None = None
+    datasets: list[str] = field(default_factory=list)
+    hyperparameters: dict = field(default_factory=dict)
+    acceptance: list[AcceptanceFigure] = field(default_factory=list)
+    license: str | None = None
+
+
+def create_drafter_card(
+    config,
+    *,
+    form: str = "native",
+    target_name: str | None = None,
+    repo_id: str | None = None,
+    revision: str | None = None,
+    record: TrainingRecord | None = None,
+    is_dense: bool = False,
+) -> ModelCard:
+    """
+    Args:
+        config ([`DFlashConfig`]):
+            The drafter's.
+        form (`str`, *optional*, defaults to `"native"`):
+            `"native"` or `"serving"`, whichever folder the card lies in.
+        target_name (`str`, *optional*):
+            Hub id of the target; that of the config by default.
+        repo_id (`str`, *optional*):
+            Hub id of the drafter, for title and commands.
+        revision (`str`, *optional*):
+            The revision of the repository that holds the serving form, if not its main one.
+        record ([`TrainingRecord`], *optional*):
+            How it was trained and measured.
+        is_dense (`bool`, *optional*, defaults to `False`):
+            Whether the target has attention layers only, so that transformers' own `generate` can roll it back.
+
+    Returns:
+        `huggingface_hub.ModelCard`: `.save(folder / "README.md")` writes it.
+
+    Raises:
+        `ValueError`: if `form` is unknown.
+    """
+    if form not in ("native", "serving"):
+        raise ValueError(f"`form` is {form!r}: a drafter is saved in the 'native' or the 'serving' form.")
+    record = record or TrainingRecord()
+    target_name = target_name or config.target_name_or_path or "TARGET"
+    repo_id = repo_id or "DRAFTER"
+    # What the engines are pointed at: this repository, or the folder that the export writes.
+    served = "EXPORTED" if form == "native" and revision is None else repo_id
+    vllm_config = {"method": "dflash", "model": served, "num_speculative_tokens": config.block_size - 1}
+    if revision:
+        vllm_config["revision"] = revision
+
+    card_data = ModelCardData(
+        base_model=target_name if target_name != "TARGET" and not Path(target_name).is_dir() else None,
+        datasets=record.datasets or None,
+        license=record.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dflash", "speculative-decoding", "hf_dflash"],
+        **({_RECORD_KEY: asdict(record)} if record != TrainingRecord() else {}),
+    )
+    return ModelCard.from_template(
+        card_data,
+        template_path=str(TEMPLATE),
+        config=config,
+        form=form,
+        target_name=target_name,
+        repo_id=repo_id,
+        revision=revision,
+        served=served,
+        vllm_config=json.dumps(vllm_config),
+        layer_kinds=_describe_layers(config),
+        causality=_describe_causality(config),
+        warnings=[str(problem) for problem in find_problems(config)],
+        record=record,
+        is_dense=is_dense,
+    )
+
+
+def read_training_record(folder: Path) -> TrainingRecord | None:
+    """The record that the card in a native folder carries, `None` where there is none.
+
+    Args:
+        folder (`Path`): of the drafter.
+    """
+    path = folder / "README.md"
+    if not path.exists():
+        return None
+    values = ModelCard.load(path).data.to_dict().get(_RECORD_KEY)
+    if values is None:
+        return None
+    values["acceptance"] = [AcceptanceFigure(**figure) for figure in values.get("acceptance", [])]
+    return TrainingRecord(**values)
+
+
+def _describe_layers(config) -> str:
+    sliding = config.layer_types.count("sliding_attention")
+    if not sliding:
+        return "full attention"
+    if sliding == len(config.layer_types):
+        return f"window of {config.sliding_window}"
+    return (
+        f"{sliding} with a window of {config.sliding_window}, {len(config.layer_types) - sliding} with full attention"
+    )
+
+
+def _describe_causality(config) -> str:
+    if config.is_causal:
+        return "a slot sees the slots before it"
+    if config.is_causal is None and "sliding_attention" in config.layer_types:
+        return "slots see all slots in full-attention layers, the slots before them in the others"
+    return "slots see all slots"

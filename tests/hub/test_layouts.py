@@ -1,0 +1,373 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_target
+
+from hf_dflash import DFlashForSpeculation, create_drafter_config
+from hf_dflash.cli import main
+from hf_dflash.hub.layouts import (
+    export_drafter,
+    import_drafter,
+    make_serving_config,
+    push_to_hub,
+    read_foreign_config,
+    strip_foreign_weights,
+)
+
+
+pytestmark = pytest.mark.compat
+
+TARGET_NAME = "some-org/tiny-target"
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """A hybrid target with partial rotary embedding, none of which may reach the drafter."""
+    folder = tmp_path_factory.mktemp("target")
+    make_target("qwen3_5").save_pretrained(folder)
+    return folder
+
+
+def make_drafter(target, **overrides) -> DFlashForSpeculation:
+    values = {"num_hidden_layers": 2, "block_size": 4, "mask_token_id": 95, "num_target_features": 2, **overrides}
+    config = create_drafter_config(target.config, **values)
+    config.target_name_or_path = TARGET_NAME
+    return DFlashForSpeculation(config).to(torch.bfloat16)
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+VARIANTS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "sliding": SLIDING,
+    "sliding, causal in the window": {**SLIDING, "is_causal": None},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exported_and_imported_drafter_is_bit_equal(variant, tiny_qwen3_5, tmp_path):
+    drafter = make_drafter(tiny_qwen3_5, **VARIANTS[variant])
+    drafter.save_pretrained(tmp_path / "native")
+    export_drafter(tmp_path / "native", tmp_path / "serving", target=tiny_qwen3_5.config, engines=("vllm", "sglang"))
+    import_drafter(tmp_path / "serving", tmp_path / "again")
+    again = DFlashForSpeculation.from_pretrained(tmp_path / "again", dtype="auto")
+    assert again.dtype == torch.bfloat16
+    ours, theirs = drafter.config.to_dict(), again.config.to_dict()
+    assert {**theirs, "_name_or_path": None} == {**ours, "_name_or_path": None}
+    assert again.state_dict().keys() == drafter.state_dict().keys()
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_exported_folder_holds_exactly_the_tensors_and_files_that_engines_read(tiny_qwen3_5, tmp_path):
+    drafter = make_drafter(tiny_qwen3_5)
+    folder = export_drafter(drafter.float(), tmp_path / "serving", target=tiny_qwen3_5.config)
+    tensors = load_file(folder / "model.safetensors")
+    expected = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    for i in range(2):
+        expected |= {
+            f"layers.{i}.self_attn.{part}.weight" for part in "q_proj k_proj v_proj o_proj q_norm k_norm".split()
+        }
+        expected |= {f"layers.{i}.mlp.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")}
+        expected |= {f"layers.{i}.{part}.weight" for part in ("input_layernorm", "post_attention_layernorm")}
+    assert set(tensors) == expected
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert {"config.json", "model.safetensors", "README.md", "dflash.py"} <= {file.name for file in folder.iterdir()}
+    assert not list(tmp_path.glob(".serving*")), "the folder in which the export was written is gone"
+
+
+def test_serving_config_says_each_thing_under_every_name_that_an_engine_reads(tiny_qwen3_5):
+    config = make_drafter(tiny_qwen3_5, rope_parameters={"rope_type": "default", "rope_theta": 5e6}).config
+    serving = make_serving_config(config, tiny_qwen3_5.config, TARGET_NAME)
+    layers = serving["transformer_layer_config"]
+    assert serving["target_layer_ids"] == serving["dflash_config"]["target_layer_ids"] == config.target_layer_ids
+    assert serving["aux_hidden_state_layer_ids"] == [layer_id + 1 for layer_id in config.target_layer_ids]
+    assert serving["block_size"] == serving["dflash_config"]["block_size"] == 4
+    assert serving["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert serving["mask_token_id"] == serving["dflash_config"]["mask_token_id"] == 95
+    for place in (serving, layers):
+        assert place["rope_theta"] == place["rope_parameters"]["rope_theta"] == 5e6
+        assert set(place["rope_parameters"]) == {"rope_type", "rope_theta"}, "nothing of the target's mrope"
+        assert place["is_causal"] is False
+        assert place["model_type"] == "qwen3"
+    assert "eagle_aux_hidden_state_layer_ids" not in serving, "vLLM would take these instead, unshifted"
+    json.dumps(serving)
+
+
+def test_context_is_at_least_the_targets(tiny_qwen3_5):
+    drafter_config = make_drafter(tiny_qwen3_5, max_position_embeddings=64).config
+    assert make_serving_config(drafter_config, tiny_qwen3_5.config, TARGET_NAME)["max_position_embeddings"] == 512
+    assert make_serving_config(drafter_config, None, TARGET_NAME)["max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engine"),
+    [
+        ({**SLIDING, "is_causal": None}, "llama.cpp"),
+        ({"attention_bias": True}, "llama.cpp"),
+        ({"hidden_act": "gelu"}, "vllm"),
+        ({"hidden_act": "gelu"}, "sglang"),
+    ],
+)
+def test_what_an_engine_would_serve_wrongly_is_refused_for_that_engine(overrides, engine, tiny_qwen3_5, tmp_path):
+    drafter = make_drafter(tiny_qwen3_5, **overrides)
+    with pytest.raises(ValueError, match=engine):
+        export_drafter(drafter, tmp_path / "serving", target=tiny_qwen3_5.config)
+    assert not (tmp_path / "serving").exists()
+    if engine == "llama.cpp":
+        export_drafter(drafter, tmp_path / "serving", target=tiny_qwen3_5.config, engines=("vllm", "sglang"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 64}, "`hidden_size` is 32, the target's is 64"),
+        ({"vocab_size": 128}, "`vocab_size` is 96, the target's is 128"),
+        ({"num_hidden_layers": 12}, "`num_target_layers` is 6, the target's is 12"),
+    ],
+)
+def test_another_targets_drafter_is_refused(overrides, message, tiny_qwen3, tmp_path):
+    other = make_target("qwen3", **{"layer_types": None, **overrides})
+    with pytest.raises(ValueError, match=message):
+        export_drafter(make_drafter(tiny_qwen3), tmp_path / "serving", target=other.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("layers.1.mlp.up_proj.weight"), "Missing .*layers.1.mlp.up_proj.weight"),
+        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(96, 32)}), "Not part .*lm_head.weight"),
+        (lambda tensors: tensors["norm.weight"].fill_(torch.nan), "Not finite .*norm.weight"),
+        (lambda tensors: tensors.update({"fc.weight": torch.zeros(32, 32)}), r"`fc.weight` has shape \[32, 32\]"),
+    ],
+)
+def test_broken_weights_are_refused(change, message, tiny_qwen3, tmp_path):
+    make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native")
+    tensors = load_file(tmp_path / "native" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "native" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        export_drafter(tmp_path / "native", tmp_path / "serving", target=tiny_qwen3.config)
+    assert not (tmp_path / "serving").exists()
+
+
+def test_id_of_the_last_layer_is_refused_when_only_the_target_knows_that_it_is_the_last(tiny_qwen3, tmp_path):
+    drafter = make_drafter(tiny_qwen3)
+    drafter.config.num_target_layers = None
+    drafter.config.target_layer_ids = [1, 5]
+    with pytest.raises(ValueError, match="SGLang"):
+        export_drafter(drafter, tmp_path / "serving", target=tiny_qwen3.config)
+
+
+def test_a_folder_with_files_is_left_alone(tiny_qwen3, tmp_path):
+    (tmp_path / "serving").mkdir()
+    (tmp_path / "serving" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="choose another"):
+        export_drafter(make_drafter(tiny_qwen3), tmp_path / "serving", target=tiny_qwen3.config)
+    assert [file.name for file in (tmp_path / "serving").iterdir()] == ["notes.txt"]
+
+
+def test_the_commands_export_and_import(target_folder, tiny_qwen3_5, tmp_path, capsys):
+    make_drafter(tiny_qwen3_5).save_pretrained(tmp_path / "native")
+    native, serving, again = (str(tmp_path / name) for name in ("native", "serving", "again"))
+    assert main(["export", native, serving, "--target", str(target_folder)]) == 0
+    assert main(["import", serving, again]) == 0
+    config = json.loads((tmp_path / "serving" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": TARGET_NAME,
+        "architectures": ["Qwen3_5ForCausalLM"],
+    }
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--target", str(target_folder)]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+# Other projects' layouts, as their own savers write them (keys and prefixes; facts in docs/engines).
+BODY = {
+    "attention_bias": False,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 96,
+}
+Z_LAB = {
+    **BODY,
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 4,
+    "num_target_layers": 6,
+    "layer_types": ["full_attention", "full_attention"],
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 3]},
+}
+SPECULATORS = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "block_size": 4,
+    "draft_vocab_size": 96,
+    "aux_hidden_state_layer_ids": [2, 4],
+    "mask_token_id": 95,
+    "sliding_window_non_causal": False,
+    "sample_from_anchor": False,
+    "transformer_layer_config": {
+        **BODY,
+        "model_type": "qwen3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "speculators_config": {"verifier": {"name_or_path": None, "architectures": []}},
+}
+
+
+def sliding(layout: dict, **body) -> dict:
+    return {
+        **layout,
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 8,
+        "use_sliding_window": True,
+        **body,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_causal", "layer_type"),
+    [
+        (Z_LAB, False, "full_attention"),
+        (sliding(Z_LAB), None, "sliding_attention"),
+        (sliding(Z_LAB, is_causal=False), False, "sliding_attention"),
+        # Model-Optimizer: layer types stay at full attention, a flag makes all layers sliding, causality is said for all.
+        (
+            {
+                **Z_LAB,
+                "dflash_config": {**Z_LAB["dflash_config"], "use_swa": True, "swa_window_size": 8, "causal": False},
+            },
+            False,
+            "sliding_attention",
+        ),
+        ({**Z_LAB, "dflash_config": {**Z_LAB["dflash_config"], "causal": True}}, True, "full_attention"),
+        (SPECULATORS, False, "full_attention"),
+        (
+            {**SPECULATORS, "transformer_layer_config": sliding(SPECULATORS["transformer_layer_config"])},
+            None,
+            "sliding_attention",
+        ),
+        (
+            {
+                **SPECULATORS,
+                "sliding_window_non_causal": True,
+                "transformer_layer_config": sliding(SPECULATORS["transformer_layer_config"]),
+            },
+            False,
+            "sliding_attention",
+        ),
+    ],
+)
+def test_each_layout_is_read_as_engines_read_it(layout, is_causal, layer_type, tmp_path):
+    make_target("qwen3").config.save_pretrained(tmp_path)
+    config = read_foreign_config(layout, target=str(tmp_path))
+    assert config.target_layer_ids == [1, 3]
+    assert config.num_target_layers == 6
+    assert config.mask_token_id == 95
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    assert config.is_causal is is_causal
+    assert config.layer_types == [layer_type] * 2
+    assert config.sliding_window == (8 if layer_type == "sliding_attention" else None)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({**SPECULATORS, "speculators_model_type": "eagle3"}, "'eagle3'"),
+        ({**SPECULATORS, "draft_vocab_size": 32}, "reduced vocabulary"),
+        ({**SPECULATORS, "sample_from_anchor": True}, "DSpark"),
+        ({**Z_LAB, "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({**Z_LAB, "dflash_config": {**Z_LAB["dflash_config"], "conv_kernel_size": 4}}, "conv_kernel_size"),
+        ({**Z_LAB, "dflash_config": {"mask_token_id": 95}}, "target_layer_ids"),
+        ({**Z_LAB, "dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 95}}, "highest usable id"),
+        ({**Z_LAB, "dflash_config": {"target_layer_ids": [1, 3]}}, "mask_token_id"),
+        ({**Z_LAB, "rope_theta": None}, "rope_theta"),
+        ({**Z_LAB, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        (sliding(Z_LAB, use_sliding_window=False), "use_sliding_window"),
+        (sliding(Z_LAB, sliding_window=None), "sliding_window"),
+        ({key: value for key, value in Z_LAB.items() if key != "num_target_layers"}, "--target"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(layout, message):
+    with pytest.raises(ValueError, match=message):
+        read_foreign_config(layout)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "draft_model.", "module.dflash_module.", "_orig_mod."])
+def test_weights_of_other_trainers_lose_prefix_and_what_the_target_owns(prefix, tiny_qwen3, tmp_path):
+    own = make_drafter(tiny_qwen3).state_dict()
+    foreign = {f"{prefix}{name}".replace("layers.0.", "layers.0._orig_mod."): tensor for name, tensor in own.items()}
+    for name in ("embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq", "t2d", "d2t"):
+        foreign[f"{prefix}{name}"] = torch.zeros(4)
+    if prefix not in ("", "_orig_mod."):
+        foreign["target.lm_head.weight"] = torch.zeros(4)
+    stripped = strip_foreign_weights(foreign)
+    assert stripped.keys() == own.keys()
+    assert all(torch.equal(stripped[name], tensor) for name, tensor in own.items())
+
+
+def test_a_checkpoint_of_another_project_decodes_as_ours(tiny_qwen3, tmp_path):
+    """The whole way from z-lab's files (prefixed, with an embedding) to a native folder."""
+    drafter = make_drafter(tiny_qwen3).float()
+    tensors = {f"model.{name}": tensor for name, tensor in drafter.state_dict().items()}
+    (tmp_path / "z-lab").mkdir()
+    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(96, 32)}, tmp_path / "z-lab" / "model.safetensors")
+    theta = drafter.config.rope_parameters["rope_theta"]
+    (tmp_path / "z-lab" / "config.json").write_text(json.dumps({**Z_LAB, "rope_theta": theta}))
+    import_drafter(tmp_path / "z-lab", tmp_path / "native")
+    imported = DFlashForSpeculation.from_pretrained(tmp_path / "native")
+    inputs = (torch.randn(1, 4, 32), torch.randn(1, 7, 64), torch.arange(11)[None])
+    with torch.no_grad():
+        assert torch.equal(imported(*inputs).last_hidden_state, drafter(*inputs).last_hidden_state)
+
+
+def test_native_drafters_are_not_imported(tiny_qwen3, tmp_path):
+    make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native")
+    with pytest.raises(ValueError, match="native drafter already"):
+        import_drafter(tmp_path / "native", tmp_path / "again")
+
+
+def test_push_puts_both_forms_in_one_repository(tiny_qwen3, tmp_path, monkeypatch):
+    """No Hub stands on loopback, so what would be uploaded is looked at instead."""
+    revisions = {}
+
+    class RecordingApi:
+        def __init__(self, token=None):
+            pass
+
+        def create_repo(self, repo_id, private, exist_ok):
+            return f"https://huggingface.co/{repo_id}"
+
+        def create_branch(self, repo_id, branch, exist_ok):
+            assert "main" in revisions, "a branch starts as a copy of main"
+            revisions[branch] = dict(revisions["main"])
+
+        def upload_folder(self, *, repo_id, folder_path, revision="main", delete_patterns=None, **_):
+            kept = {} if delete_patterns == "*" else revisions.get(revision, {})
+            revisions[revision] = {
+                **kept,
+                **{file.name: file.read_text(errors="replace") for file in folder_path.iterdir()},
+            }
+
+    monkeypatch.setattr("hf_dflash.hub.layouts.HfApi", RecordingApi)
+    make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native")
+    url = push_to_hub(tmp_path / "native", "some-org/drafter", target=tiny_qwen3.config)
+    assert url == "https://huggingface.co/some-org/drafter"
+    assert json.loads(revisions["main"]["config.json"])["model_type"] == "dflash"
+    assert json.loads(revisions["serving"]["config.json"])["model_type"] == "qwen3"
+    assert '"model": "some-org/drafter"' in revisions["serving"]["README.md"]
+    assert '"revision": "serving"' in revisions["serving"]["README.md"]
+    assert "--speculative-draft-model-revision serving" in revisions["serving"]["README.md"]
