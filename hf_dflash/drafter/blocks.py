@@ -311,7 +311,8 @@ def create_flex_mask(
     if sliding_window is not None:
         all_from = torch.maximum(first, anchors + block_size - sliding_window)
         first = torch.maximum(first, anchors - sliding_window + 1)
-    ends = torch.where(valid, anchors, 0)
+    # An anchor without any context before it sees no tile of it.
+    ends = torch.where(valid & (first < anchors), anchors, 0)
 
     # 2. The blocks that a tile of queries touches, and whether each sees some or all keys of a tile of keys.
     tile_starts = torch.arange(key_tiles, device=device) * tile
