@@ -1,0 +1,262 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""
+Where completions come from: JSONL files (plain or .gz), folders, globs, `s3://` prefixes, Hub datasets.
+
+Sources are listed in a fixed order and cut into units of work of a few megabytes. A unit is read line by line, knows the
+number of its first line, and gives the same rows wherever and however often it is read.
+"""
+
+import glob
+import gzip
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from hf_dflash.object_store import ObjectStore, is_object_uri
+
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+HUB_PREFIX = "hub://"
+
+# Plain local files are cut into units of about this size, so that one large file keeps all workers busy.
+UNIT_BYTES = 16 * 2**20
+# Rows of a Hub dataset in a unit.
+UNIT_ROWS = 10_000
+# A longer line is not read into memory: it cannot be a conversation.
+MAX_LINE_BYTES = 64 * 2**20
+
+_READ_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    One file, object or dataset split.
+
+    Args:
+        uri (`str`):
+            The path, `s3://bucket/key`, or `hub://name/config/split`.
+        size (`int`):
+            Bytes (rows for a Hub dataset).
+        version (`str`):
+            Tells a changed source: a digest of the content, the ETag of an object, the fingerprint of a dataset.
+        modified (`int`):
+            Nanoseconds; with the same size and time a file is not read again to compare digests. 0 if there is no such time.
+    """
+
+    uri: str
+    size: int
+    version: str
+    modified: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """
+    A part of source number `source`: the lines that start at bytes `start` .. `end - 1`, the first of which is line
+    `first_line` (from 1). For a Hub dataset, rows `start` .. `end - 1`.
+    """
+
+    source: int
+    start: int
+    end: int
+    first_line: int
+
+
+def list_sources(
+    sources: str | os.PathLike | list[str | os.PathLike],
+    *,
+    endpoint_url: str | None = None,
+    split: str = "train",
+    known: Iterable[Source] = (),
+) -> list[Source]:
+    """
+    Finds the files, objects and datasets that `sources` names, in a fixed order.
+
+    Args:
+        sources (`str` or `list[str]`):
+            JSONL files, folders (searched for `.jsonl`, `.ndjson` and their `.gz`), globs, `s3://bucket/prefix`, or
+            `hub://name` (also `hub://name/config`) for a dataset on the Hub.
+        endpoint_url (`str`, *optional*):
+            Address of the object store, if not Amazon's.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split of a Hub dataset.
+        known (`Iterable[Source]`, *optional*, defaults to `()`):
+            What is known from an earlier run: a file of the same size and modification time is not read again.
+
+    Raises:
+        `FileNotFoundError`: a source does not exist, or a folder, glob or prefix holds no JSONL file.
+        `ValueError`: the same file twice, or a file whose name is not that of a JSONL file.
+    """
+    if isinstance(sources, (str, os.PathLike)):
+        sources = [sources]
+    if not sources:
+        raise ValueError("There are no sources: give JSONL files, folders, globs, s3:// prefixes or hub:// datasets.")
+    paths: list[Path] = []
+    result: list[Source] = []
+    for source in map(str, sources):
+        if is_object_uri(source):
+            result += _list_objects(source, endpoint_url)
+        elif source.startswith(HUB_PREFIX):
+            result.append(_describe_hub_dataset(source, split))
+        else:
+            paths += _list_files(source)
+    known_files = {source.uri: source for source in known}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        result += pool.map(lambda path: _describe_file(path, known_files.get(str(path))), paths)
+
+    places = Counter(os.path.realpath(source.uri) if os.path.exists(source.uri) else source.uri for source in result)
+    twice = [place for place, count in places.items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is named twice among the sources.")
+    return sorted(result, key=lambda source: source.uri)
+
+
+def cut_into_units(sources: list[Source]) -> list[Unit]:
+    """Cuts sources into units of work, in order. Large plain files are read once, to find where their lines start."""
+    units = []
+    for index, source in enumerate(sources):
+        if source.uri.startswith(HUB_PREFIX):
+            starts = [(start, start + 1) for start in range(0, source.size, UNIT_ROWS)]
+        elif is_object_uri(source.uri) or source.uri.endswith(".gz"):
+            starts = [(0, 1)]
+        else:
+            starts = _find_unit_starts(source)
+        ends = [start for start, _ in starts[1:]] + [source.size]
+        for (start, first_line), end in zip(starts, ends, strict=True):
+            units.append(Unit(index, start, end, first_line))
+    return units
+
+
+def _find_unit_starts(source: Source) -> list[tuple[int, int]]:
+    """(First byte, line number of the first line) of each unit of a plain file."""
+    starts = [(0, 1)]
+    if source.size <= UNIT_BYTES:
+        return starts
+    position, lines = 0, 1
+    with open(source.uri, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            searched = 0
+            while True:
+                enough = max(searched, starts[-1][0] + UNIT_BYTES - position)
+                newline = block.find(b"\n", enough)
+                if newline < 0 or position + newline + 1 >= source.size:
+                    break
+                searched = newline + 1
+                starts.append((position + searched, lines + block.count(b"\n", 0, searched)))
+            lines += block.count(b"\n")
+            position += len(block)
+    return starts
+
+
+def _list_files(source: str) -> list[Path]:
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+        if not files:
+            raise FileNotFoundError(f"The folder {source} holds no file that ends with {', '.join(SUFFIXES)}.")
+        return files
+    if path.is_file():
+        if not path.name.endswith((*SUFFIXES, ".json", ".gz")):
+            raise ValueError(f"{source} is not named like a JSONL file ({', '.join(SUFFIXES)}).")
+        return [path]
+    files = sorted(Path(name) for name in glob.glob(source, recursive=True) if os.path.isfile(name))
+    if not files:
+        raise FileNotFoundError(
+            f"There is no file, folder or glob match {source}. A dataset on the Hub is written {HUB_PREFIX}NAME."
+        )
+    return files
+
+
+def _describe_file(path: Path, known: Source | None) -> Source:
+    status = path.stat()
+    if known is not None and (known.size, known.modified) == (status.st_size, status.st_mtime_ns):
+        return known
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return Source(str(path), status.st_size, digest.hexdigest(), status.st_mtime_ns)
+
+
+def _list_objects(uri: str, endpoint_url: str | None) -> list[Source]:
+    store = ObjectStore(endpoint_url=endpoint_url)
+    objects = [item for item in store.list_objects(uri) if item.uri == uri or item.uri.endswith(SUFFIXES)]
+    if not objects:
+        raise FileNotFoundError(f"{uri} holds no object that ends with {', '.join(SUFFIXES)}.")
+    return [Source(item.uri, item.size, item.etag) for item in objects]
+
+
+def _describe_hub_dataset(uri: str, split: str) -> Source:
+    dataset = load_hub_dataset(f"{uri}#{split}")
+    return Source(f"{uri}#{split}", len(dataset), dataset._fingerprint)
+
+
+def load_hub_dataset(uri: str):
+    """Loads `hub://name[/config]#split`, from the Hub or its local cache (or a local folder of data files)."""
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError("Hub datasets need the package datasets: pip install hf-dflash[data]") from None
+    name, split = uri.removeprefix(HUB_PREFIX).rsplit("#", 1)
+    config = None
+    if not os.path.isdir(name) and name.count("/") == 2:
+        name, config = name.rsplit("/", 1)
+    return datasets.load_dataset(name, config, split=split)
+
+
+def read_rows(source: Source, unit: Unit, *, endpoint_url: str | None = None) -> Iterator[tuple[int, bytes | dict]]:
+    """
+    Reads the rows of a unit.
+
+    Yields:
+        `tuple[int, bytes | dict]`: line number (from 1), and the line without its line end: bytes, cut to
+        `MAX_LINE_BYTES + 1` if it is longer. For a Hub dataset, row number (from 1) and row.
+    """
+    if source.uri.startswith(HUB_PREFIX):
+        dataset = load_hub_dataset(source.uri)
+        for row in range(unit.start, unit.end):
+            yield row + 1, dataset[row]
+        return
+    with _open(source.uri, endpoint_url) as file:
+        if unit.start:
+            file.seek(unit.start)
+        # An object or a compressed file is one unit. Its size is not that of the text in it, so it is read to its end.
+        end = math.inf if is_object_uri(source.uri) or source.uri.endswith(".gz") else unit.end
+        position, number = unit.start, unit.first_line
+        while position < end:
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            position += len(line)
+            if len(line) > MAX_LINE_BYTES:
+                while not line.endswith(b"\n") and (rest := file.readline(_READ_BYTES)):
+                    position += len(rest)
+                    if rest.endswith(b"\n"):
+                        break
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            yield number, line.rstrip(b"\r\n")
+            number += 1
+
+
+def _open(uri: str, endpoint_url: str | None) -> IO[bytes]:
+    if is_object_uri(uri):
+        file = tempfile.TemporaryFile()
+        ObjectStore(endpoint_url=endpoint_url).download_to(uri, file)
+        file.seek(0)
+    else:
+        file = open(uri, "rb")
+    return gzip.GzipFile(fileobj=file) if uri.endswith(".gz") else file
+
+
+def digest_of(value) -> str:
+    """A short digest of anything that JSON can write."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
