@@ -5,6 +5,8 @@
 Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B slots, N = R * A blocks, H hidden size.
 """
 
+import os
+import shutil
 from functools import partial
 
 import numpy as np
@@ -21,7 +23,18 @@ from ..evaluation.acceptance import count_accepted, find_replies, walk_reply
 from ..target.frozen_target import FrozenTarget, TargetFeatures
 from .arguments import DFlashTrainingArguments
 from .block_batch import BlockBatch, PackedDocuments, draw_blocks, lay_out_blocks
+from .checkpoint import (
+    TRAINER_STATE,
+    check_whole,
+    find_last_checkpoint,
+    mark_whole,
+    rotate_checkpoints,
+)
+from .host_group import HostGroup
+from .interruption import StopCallback, StopSignals
+from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
 from .plan import place_targets_of_this_process
+from .resume_contract import check_contract, describe_run
 
 
 class DFlashTrainer(Trainer):
@@ -96,8 +109,17 @@ class DFlashTrainer(Trainer):
             args.attention_backend == "auto" and args.device.type == "cuda"
         )
         self._train_sums = self._new_sums()
+        self._step_sums = self._new_sums()
         self._eval_sums = self._new_sums()
         self.model.add_model_tags(self._tag_names)
+
+        # 6. Stopping and saving
+        self._host_group = HostGroup(args.world_size)
+        self._stop_signals = StopSignals()
+        self._stop_callback = StopCallback()
+        self.add_callback(self._stop_callback)
+        self._contract = None
+        self._saved_step = None
 
     # ---- Batches ----
 
@@ -139,7 +161,10 @@ class DFlashTrainer(Trainer):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Draws the blocks of all micro-batches of an optimizer step, and with them the denominator of its loss."""
+        """Draws the blocks of all micro-batches of an optimizer step, and with them the denominator of its loss.
+
+        Between two steps is also where all ranks learn that one of them was asked to stop; then there is no next step.
+        """
         rows, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [
             draw_blocks(
@@ -155,8 +180,15 @@ class DFlashTrainer(Trainer):
             for micro_batch in rows
         ]
         share = sum(batch.denominator(self.args.loss_weighting, self.args.loss_gamma) for batch in batches)
-        denominator = torch.tensor(share, dtype=torch.float64, device=self.args.device)
-        self._step_denominator = self.accelerator.reduce(denominator, reduction="sum")
+        denominator, stop_wishes = self._host_group.sum(share, self._stop_signals.requested)
+        if stop_wishes:
+            self._stop_callback.is_stopping = True
+            self.control.should_training_stop = True
+            return [], num_items
+        # Filled in by a kernel: a copy from the host would make it wait for the device.
+        self._step_denominator = torch.full((), denominator, dtype=torch.float64, device=self.args.device)
+        # Whatever a stopped step has summed is forgotten, as its gradients are.
+        self._step_sums = self._new_sums()
         return batches, num_items
 
     def _prepare_inputs(self, inputs: BlockBatch) -> BlockBatch:
@@ -246,26 +278,19 @@ class DFlashTrainer(Trainer):
         features = self._run_target(inputs, inputs.label_positions if wants_labels else None)
         hidden_states, kept_blocks = self.draft(model, inputs, features)
         loss, correct = self._loss(inputs, features, hidden_states, kept_blocks, self._step_denominator)
-        self._add_train_metrics(inputs, correct, kept_blocks)
+        self._add_train_metrics(inputs, loss, correct, kept_blocks)
         # DDP takes the mean over ranks; the sum is wanted.
         return loss * self.args.world_size
 
     # ---- Metrics ----
 
-    def _new_sums(self) -> dict[str, torch.Tensor]:
-        drafts = self.drafter_config.block_size - 1
-        sizes = {"correct": drafts, "supervised": drafts, "accepted": 1, "blocks": 1, "tokens": 1, "skipped_blocks": 1}
-        sizes |= {"loss": 1, "weight": 1, "walk_tokens": 1, "walk_blocks": 1, "agreeing": 1, "replied": 1}
-        return {name: torch.zeros(size, dtype=torch.float64, device=self.args.device) for name, size in sizes.items()}
-
-    def _reduce_sums(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sums over ranks in one collective, brought to the host."""
-        flat = self.accelerator.reduce(torch.cat(list(sums.values())), reduction="sum").cpu()
-        return dict(zip(sums, flat.split([len(value) for value in sums.values()]), strict=True))
+    def _new_sums(self) -> Sums:
+        return new_sums(self.drafter_config.block_size, self.args.device)
 
     @torch.no_grad()
-    def _add_train_metrics(self, batch: BlockBatch, correct: torch.Tensor, kept_blocks: torch.Tensor) -> None:
-        sums = self._train_sums
+    def _add_train_metrics(self, batch: BlockBatch, loss, correct: torch.Tensor, kept_blocks: torch.Tensor) -> None:
+        sums = self._step_sums
+        sums["loss"] += loss.detach()
         counted = batch.supervised & kept_blocks[:, None]
         sums["correct"] += (correct & counted).sum(0)
         sums["supervised"] += counted.sum(0)
@@ -275,13 +300,25 @@ class DFlashTrainer(Trainer):
         sums["skipped_blocks"] += (valid & ~kept_blocks).sum()
         sums["tokens"] += batch.num_tokens
 
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        # Only a whole optimizer step counts.
+        if self.accelerator.sync_gradients:
+            self._step_sums["steps"] += 1
+            add_sums(self._train_sums, self._step_sums)
+        return loss
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what was summed since the last log: accuracy by slot, the mean over anchors, tokens."""
+        """Adds what was summed since the last log: accuracy, the mean over anchors, tokens.
+
+        The loss is of these sums too: `Trainer` forgets its own at a stop, so a run that goes on would log another one.
+        """
         if "loss" in logs and "learning_rate" in logs:
-            sums = self._reduce_sums(self._train_sums)
+            sums = reduce_sums(self._train_sums, self.accelerator)
             self._train_sums = self._new_sums()
-            logs["accuracy"] = _ratio(sums["correct"].sum(), sums["supervised"].sum())
-            logs["anchor_acceptance_length"] = 1 + _ratio(sums["accepted"], sums["blocks"])
+            logs["loss"] = ratio(sums["loss"] * self.args.world_size, sums["steps"])
+            logs["accuracy"] = ratio(sums["correct"].sum(), sums["supervised"].sum())
+            logs["anchor_acceptance_length"] = 1 + ratio(sums["accepted"], sums["blocks"])
             logs["blocks"] = int(sums["blocks"])
             logs["context_tokens"] = int(sums["tokens"])
             if sums["skipped_blocks"] > 0:
@@ -296,16 +333,18 @@ class DFlashTrainer(Trainer):
         """As in [`~transformers.Trainer`], with figures that are exact over batches and ranks (DESIGN 3.7)."""
         self._eval_sums = self._new_sums()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        sums = self._reduce_sums(self._eval_sums)
+        # One rank's data may be slower than the time limit of device collectives.
+        self._host_group.wait()
+        sums = reduce_sums(self._eval_sums, self.accelerator)
         metrics = {
-            "loss": _ratio(sums["loss"], sums["weight"]),
-            "acceptance_length": _ratio(sums["walk_tokens"], sums["walk_blocks"]),
-            "anchor_acceptance_length": 1 + _ratio(sums["accepted"], sums["blocks"]),
-            "accuracy": _ratio(sums["correct"].sum(), sums["supervised"].sum()),
-            "target_agreement": _ratio(sums["agreeing"], sums["replied"]),
+            "loss": ratio(sums["loss"], sums["weight"]),
+            "acceptance_length": ratio(sums["walk_tokens"], sums["walk_blocks"]),
+            "anchor_acceptance_length": 1 + ratio(sums["accepted"], sums["blocks"]),
+            "accuracy": ratio(sums["correct"].sum(), sums["supervised"].sum()),
+            "target_agreement": ratio(sums["agreeing"], sums["replied"]),
         }
         for slot, (correct, supervised) in enumerate(zip(sums["correct"], sums["supervised"], strict=True), start=1):
-            metrics[f"accuracy_slot_{slot}"] = _ratio(correct, supervised)
+            metrics[f"accuracy_slot_{slot}"] = ratio(correct, supervised)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -370,7 +409,66 @@ class DFlashTrainer(Trainer):
         sums["blocks"] += valid.sum()
         return dict(zip(batch.anchor_positions[valid].tolist(), accepted[valid].tolist(), strict=True))
 
+    # ---- Training, going on, stopping ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None):
+        """As in [`~transformers.Trainer`], with two differences.
+
+        A run goes on only from a whole checkpoint of the same blocks, batches, target and data, and then as if it had never
+        stopped. SIGTERM or SIGINT on any rank makes all ranks save a checkpoint after the running step and leave with an
+        error status; a second signal ends the process at once.
+
+        Raises:
+            `ValueError`: if the checkpoint is not whole or belongs to another run, naming both values.
+            `KeyboardInterrupt`, `SystemExit`: after a signal, once the checkpoint is saved.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = find_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to go on from.")
+        self._contract = describe_run(self.drafter_config, self.target, self.train_dataset, self.args)
+        self._train_sums, self._saved_step = self._new_sums(), None
+        if resume_from_checkpoint:
+            check_whole(resume_from_checkpoint)
+            check_contract(resume_from_checkpoint, self._contract)
+            load_sums(self._train_sums, resume_from_checkpoint, self.args.process_index, self.args.world_size)
+
+        self._stop_callback.is_stopping = False
+        with self._stop_signals:
+            output = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+            (stop_wishes,) = self._host_group.sum(self._stop_signals.requested)
+            if stop_wishes and self._saved_step != self.state.global_step:
+                self._save_checkpoint(self.model, trial)
+        if stop_wishes:
+            self._stop_signals.leave()
+        return output
+
     # ---- Saving ----
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        if self._saved_step == self.state.global_step:
+            # At the end of an epoch, behind the save of its last step: only an evaluation can have come in between.
+            if self.args.should_save:
+                self.state.save_to_json(os.path.join(folder, f"{TRAINER_STATE}.partial"))
+                os.replace(os.path.join(folder, f"{TRAINER_STATE}.partial"), os.path.join(folder, TRAINER_STATE))
+            return
+        if self.args.should_save and os.path.isdir(folder):
+            shutil.rmtree(folder)
+        self._host_group.wait()
+
+        # Trainer would delete an older checkpoint before this one is declared whole.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        save_sums(self._train_sums, folder, self.args.process_index)
+        self._host_group.wait()
+        if self.args.should_save:
+            mark_whole(folder, self._contract)
+            rotate_checkpoints(os.path.dirname(folder), limit, self.state.best_model_checkpoint)
+        self._saved_step = self.state.global_step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user (DESIGN 4)."""
@@ -447,8 +545,3 @@ def check_fit(config, target: FrozenTarget) -> None:
         raise ValueError(
             f"The drafter reads layers {list(config.target_layer_ids)}, this target captures {target.layer_ids}."
         )
-
-
-def _ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> float:
-    """0 for an empty denominator: a log line without any block must not be NaN."""
-    return float(numerator) / float(denominator) if float(denominator) > 0 else 0.0

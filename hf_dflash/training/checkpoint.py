@@ -1,0 +1,121 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Which checkpoints are whole, which is the last one, and which may go.
+
+`dflash_checkpoint.json` is written into a checkpoint after everything else has reached the disk. It lists the files, and
+holds the contract (resume_contract.py) under which the run may go on. A folder without it, or with a file missing or
+shorter than listed, was being written when its machine died.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+
+CHECKPOINT_FILE = "dflash_checkpoint.json"
+
+# Rewritten in place (atomically) when an evaluation behind the save adds to it, so its size is not held against it.
+TRAINER_STATE = "trainer_state.json"
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def mark_whole(folder: str | os.PathLike, contract: dict) -> None:
+    """Declares a checkpoint whole, once all of it is on the disk.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint, to which nobody writes any more.
+        contract (`dict`): of [`describe_run`].
+    """
+    folder = Path(folder)
+    sizes = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != CHECKPOINT_FILE:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            name = path.relative_to(folder).as_posix()
+            sizes[name] = None if name == TRAINER_STATE else path.stat().st_size
+    write_atomically(folder / CHECKPOINT_FILE, json.dumps({"contract": contract, "files": sizes}, indent=2))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers find the old content or the new one, also after a power cut."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def is_whole(folder: str | os.PathLike) -> bool:
+    """Whether everything that was saved is there, at its full size."""
+    folder = Path(folder)
+    try:
+        files = json.loads((folder / CHECKPOINT_FILE).read_text(encoding="utf-8"))["files"]
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return all(
+        (folder / name).is_file() and size in (None, (folder / name).stat().st_size) for name, size in files.items()
+    )
+
+
+def check_whole(folder: str | os.PathLike) -> None:
+    """Refuses to go on from half a checkpoint.
+
+    Raises:
+        `FileNotFoundError`: if there is no such folder.
+        `ValueError`: if the checkpoint is not whole.
+    """
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"There is no checkpoint {folder}.")
+    if not is_whole(folder):
+        raise ValueError(
+            f"{folder} is no whole checkpoint: {CHECKPOINT_FILE} or a file that it lists is missing, so it was being written "
+            "or copied when that stopped. Go on from an earlier one."
+        )
+
+
+def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """All folders `checkpoint-<step>`, whole or not, by step."""
+    if not os.path.isdir(output_dir):
+        return []
+    found = [path for path in Path(output_dir).iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
+
+
+def find_last_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The whole checkpoint of the highest step, `None` if there is none."""
+    return next((str(path) for path in reversed(list_checkpoints(output_dir)) if is_whole(path)), None)
+
+
+def rotate_checkpoints(output_dir: str | os.PathLike, limit: int | None, best: str | None) -> None:
+    """Deletes what is not needed: the oldest whole checkpoints beyond `limit`, and half ones of earlier runs.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): where the checkpoints are.
+        limit (`int`, *optional*): how many to keep; all by default. The newest and the best always stay.
+        best (`str`, *optional*): the best checkpoint.
+    """
+    if limit is None or limit <= 0:
+        return
+    checkpoints = list_checkpoints(output_dir)
+    whole = [path for path in checkpoints if is_whole(path)]
+    for path in checkpoints:
+        if path not in whole:
+            shutil.rmtree(path, ignore_errors=True)
+    protected = set(whole[-1:])
+    if best is not None:
+        protected |= {path for path in whole if path.name == Path(best).name}
+    surplus = len(whole) - max(limit, len(protected))
+    for path in [path for path in whole if path not in protected][: max(0, surplus)]:
+        # First what makes it whole: a crash in the middle must not leave something that looks whole.
+        (path / CHECKPOINT_FILE).unlink()
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,41 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""What the processes of a run tell one another on the host, with patience and without touching a device."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+# Tokenizing a corpus, writing a checkpoint or reading slow storage may keep one process busy for long; the time limit of
+# device collectives (`ddp_timeout`) is there to find hangs, not to punish that.
+PATIENCE = timedelta(days=7)
+
+
+class HostGroup:
+    """
+    All processes of the run, talking over gloo.
+
+    Numbers that the host knows (denominators, requests to stop) need no device collective: no kernel queue is waited for,
+    and nobody enters a device collective before everybody has its data.
+
+    Args:
+        world_size (`int`): processes of the run; with one, nothing is sent.
+    """
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world_size > 1 else None
+
+    def sum(self, *values: float) -> list[float]:
+        """The sum of each value over all processes, in fp64."""
+        if self._group is None:
+            return [float(value) for value in values]
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return total.tolist()
+
+    def wait(self) -> None:
+        """Waits until every process is here."""
+        self.sum(0.0)
