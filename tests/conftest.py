@@ -18,6 +18,7 @@ os.environ.update(
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import torch
 from tiny_models import make_target
@@ -26,6 +27,11 @@ from transformers import set_seed
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+# No deadline: a busy machine is no failure. The same examples in every run, as with every other seed here.
+hypothesis.settings.register_profile("hf_dflash", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("hf_dflash")
 
 
 @pytest.fixture(autouse=True)
