@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import DynamicCache, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.utils import ModelOutput
 
 from .feature_capture import FeatureCapture
@@ -207,16 +213,17 @@ class _SpeculativeLoop:
         self.streamer, self.generator = streamer, generator
         self.sample_drafts = sample_drafts and self.do_sample
         self.block_size = drafter.config.block_size
-        # The end tokens and the length are known on the host and checked there, without asking the device.
+        # End tokens and lengths are checked on the host, without asking the device at every token.
+        end_criteria = [c for c in stopping_criteria if type(c) is EosTokenCriteria]
+        length_criteria = [c for c in stopping_criteria if type(c) is MaxLengthCriteria]
+        self.end_tokens = {token for c in end_criteria for token in c.eos_token_id.flatten().tolist()}
+        self.max_length = min(c.max_length for c in length_criteria)
         self.other_criteria = StoppingCriteriaList(
-            c for c in stopping_criteria if not hasattr(c, "eos_token_id") and not hasattr(c, "max_length")
+            c for c in stopping_criteria if c not in end_criteria and c not in length_criteria
         )
-        end_tokens = generation_config._eos_token_tensor
-        self.end_tokens = set() if end_tokens is None else set(end_tokens.flatten().tolist())
         pad_token = generation_config._pad_token_tensor
         # Without end tokens rows end together, so nothing is padded.
         self.pad_token_id = 0 if pad_token is None else int(pad_token)
-        self.max_length = generation_config.max_length
         self.num_target_passes = self.num_drafter_passes = 0
 
     def run(self, input_ids: torch.LongTensor, model_kwargs: dict) -> SpeculativeOutput:

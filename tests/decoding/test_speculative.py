@@ -1,0 +1,386 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Speculative decoding gives what plain decoding gives, whatever the drafter proposes and wherever the output ends.
+
+In float64, where random models do not tie; decoding itself compares logits in float32, as `generate` does.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle_drafter import make_drafter, make_oracle
+from tiny_models import make_target
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+
+from hf_dflash.decoding.speculative import speculative_generate
+
+
+BASIC_KINDS = ["llama", "qwen3", "qwen3_sliding", "qwen3_5"]
+ALL_KINDS = [*BASIC_KINDS, "qwen3_5_moe", "gemma2", "gemma3"]
+WINDOW = 8
+# No token of the vocabulary: decoding stops at the length only.
+NEVER = 10_000
+
+
+@cache
+def target_of(kind):
+    if kind in BASIC_KINDS:
+        return make_target(kind, torch.float64)
+    common = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    if kind == "qwen3_5_moe":
+        config = Qwen3_5MoeTextConfig(
+            **common,
+            layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        )
+        # The grouped product has no float64 form.
+        config._experts_implementation = "eager"
+        model_class = Qwen3_5MoeForCausalLM
+    elif kind == "gemma2":
+        config, model_class = Gemma2Config(**common, sliding_window=WINDOW, query_pre_attn_scalar=8), Gemma2ForCausalLM
+    else:
+        config = Gemma3TextConfig(**common, sliding_window=WINDOW, query_pre_attn_scalar=8)
+        model_class = Gemma3ForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config)
+    return model.double().eval().requires_grad_(False)
+
+
+def draw_prompt(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 95, (1, length), generator=generator)
+
+
+def decode_plainly(target, input_ids, attention_mask=None, **kwargs):
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return target.generate(input_ids, attention_mask=attention_mask, do_sample=False, **kwargs)
+
+
+def long_continuation(target, input_ids, length=60):
+    """Tokens of prompt and plain continuation, past every end token."""
+    return decode_plainly(target, input_ids, max_new_tokens=length, eos_token_id=NEVER)[0].tolist()
+
+
+@cache
+def drafter_of(kind, drafter_kind, block_size, window):
+    make = make_drafter if drafter_kind == "random" else make_oracle
+    return make(target_of(kind), block_size, sliding_window=window)
+
+
+@cache
+def plain_continuation(kind, prompt_length):
+    return long_continuation(target_of(kind), draw_prompt(prompt_length, 0), length=32)
+
+
+def cut_at_end(sequence, prompt_length, max_new_tokens, end_tokens):
+    """The sequence as `generate` ends it."""
+    new_tokens = sequence[prompt_length : prompt_length + max_new_tokens]
+    ends = [place for place, token in enumerate(new_tokens, start=1) if token in end_tokens]
+    return sequence[: prompt_length + min(ends, default=len(new_tokens))]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_greedy_output_equals_plain_decoding(kind):
+    target = target_of(kind)
+
+    @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(
+        # From one token to three windows.
+        prompt_length=st.sampled_from([1, 2, 5, WINDOW, 3 * WINDOW]),
+        block_size=st.sampled_from([2, 3, 5, 8, 16]),
+        window=st.sampled_from([None, 16]),
+        drafter_kind=st.sampled_from(["random", "oracle", "adversarial"]),
+        max_new_tokens=st.integers(1, 16),
+        end_places=st.lists(st.integers(0, 15), max_size=3),
+        seed=st.integers(0, 10**6),
+    )
+    def check(prompt_length, block_size, window, drafter_kind, max_new_tokens, end_places, seed):
+        input_ids = draw_prompt(prompt_length, 0)
+        continuation = plain_continuation(kind, prompt_length)
+        # End tokens that really come: inside a block, as its bonus token, in the first place.
+        end_tokens = [continuation[prompt_length + place] for place in end_places]
+        drafter = drafter_of(kind, drafter_kind, block_size, window)
+        generator = torch.Generator().manual_seed(seed)
+        if drafter_kind == "oracle":
+            drafter.plan([continuation], lambda: int(torch.randint(block_size, (), generator=generator)))
+        elif drafter_kind == "adversarial":
+            drafter.plan([continuation], lambda: 0)
+
+        out = speculative_generate(
+            target, drafter, input_ids, max_new_tokens=max_new_tokens, eos_token_id=end_tokens or NEVER
+        )
+        expected = cut_at_end(continuation, prompt_length, max_new_tokens, end_tokens)
+        assert out.sequences[0].tolist() == expected
+        assert 1 + sum(out.acceptance_lengths[0]) == len(expected) - prompt_length
+        assert out.num_target_passes == 1 + len(out.acceptance_lengths[0])
+        if drafter_kind == "adversarial":
+            assert set(out.acceptance_lengths[0]) <= {1}
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_expected_output_above_is_what_generate_gives(kind):
+    continuation = plain_continuation(kind, 5)
+    end_tokens = [continuation[5 + 11], continuation[5 + 17]]
+    generated = decode_plainly(target_of(kind), draw_prompt(5, 0), max_new_tokens=30, eos_token_id=end_tokens)
+    assert generated[0].tolist() == cut_at_end(continuation, 5, 30, end_tokens)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_sliding", "qwen3_5", "gemma3"])
+def test_batch_of_prompts_of_their_own_lengths_equals_plain_decoding_of_each(kind):
+    target = target_of(kind)
+    lengths = [3, 14, 1, 9, 14]
+    prompts = [draw_prompt(length, seed) for seed, length in enumerate(lengths)]
+    continuations = [long_continuation(target, prompt) for prompt in prompts]
+    input_ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, -prompt.shape[1] :] = prompt
+        attention_mask[row, -prompt.shape[1] :] = 1
+    generator = torch.Generator().manual_seed(0)
+    oracle = make_oracle(target, 5, sliding_window=16)
+    oracle.plan(continuations, lambda: int(torch.randint(5, (), generator=generator)))
+    # Rows end at different times, the first of them at once.
+    end_tokens = [continuations[row][lengths[row] + offset] for row, offset in ((0, 0), (1, 7), (3, 12))]
+
+    out = speculative_generate(target, oracle, input_ids, attention_mask, max_new_tokens=24, eos_token_id=end_tokens)
+    for row, prompt in enumerate(prompts):
+        expected = decode_plainly(target, prompt, max_new_tokens=24, eos_token_id=end_tokens)[0, lengths[row] :]
+        new_tokens = out.sequences[row, max(lengths) :]
+        assert new_tokens[: len(expected)].tolist() == expected.tolist()
+        assert set(new_tokens[len(expected) :].tolist()) <= {0}
+        assert 1 + sum(out.acceptance_lengths[row]) == len(expected)
+    assert max(length for row in out.acceptance_lengths for length in row) > 1
+
+
+@pytest.mark.parametrize("kind", BASIC_KINDS)
+def test_perfect_drafts_fill_blocks_and_hopeless_ones_leave_the_bonus_token(kind):
+    target, input_ids = target_of(kind), draw_prompt(6, 0)
+    continuation = long_continuation(target, input_ids)
+    oracle = make_oracle(target, block_size=4)
+    perfect = speculative_generate(
+        target, oracle.plan([continuation], lambda: 3), input_ids, max_new_tokens=13, eos_token_id=NEVER
+    )
+    assert perfect.acceptance_lengths == [[4, 4, 4]]
+    hopeless = speculative_generate(
+        target, oracle.plan([continuation], lambda: 0), input_ids, max_new_tokens=5, eos_token_id=NEVER
+    )
+    assert hopeless.acceptance_lengths == [[1, 1, 1, 1]]
+
+
+def test_block_cut_by_end_token_or_length_counts_what_was_emitted(tiny_qwen3):
+    target, input_ids = target_of("qwen3"), draw_prompt(6, 0)
+    continuation = long_continuation(target, input_ids)
+    oracle = make_oracle(target, block_size=8).plan([continuation], lambda: 7)
+    # Token 0 comes from the prompt's pass, so the end token is the third of the first block.
+    end = speculative_generate(target, oracle, input_ids, max_new_tokens=30, eos_token_id=continuation[6 + 3])
+    expected = decode_plainly(target, input_ids, max_new_tokens=30, eos_token_id=continuation[6 + 3])
+    assert end.sequences.tolist() == expected.tolist()
+    assert sum(end.acceptance_lengths[0]) == expected.shape[1] - 6 - 1
+    length = speculative_generate(target, oracle, input_ids, max_new_tokens=6, eos_token_id=NEVER)
+    assert length.acceptance_lengths == [[5]]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_max_new_tokens_of_zero_and_one(kind):
+    target, input_ids = target_of(kind), draw_prompt(4, 0)
+    drafter = make_drafter(target)
+    nothing = speculative_generate(target, drafter, input_ids, max_new_tokens=0)
+    assert nothing.sequences.tolist() == input_ids.tolist() and nothing.num_target_passes == 0
+    one = speculative_generate(target, drafter, input_ids, max_new_tokens=1)
+    assert one.sequences.tolist() == decode_plainly(target, input_ids, max_new_tokens=1).tolist()
+    assert (one.acceptance_lengths, one.num_target_passes, one.num_drafter_passes) == ([[]], 1, 0)
+
+
+def test_mask_token_that_the_target_emits_is_a_token_like_others():
+    target, input_ids = target_of("qwen3_5"), draw_prompt(5, 3)
+    continuation = long_continuation(target, input_ids)
+    mask_token_id = continuation[8]
+    generator = torch.Generator().manual_seed(0)
+    oracle = make_oracle(target, mask_token_id=mask_token_id)
+    oracle.plan([continuation], lambda: int(torch.randint(5, (), generator=generator)))
+    out = speculative_generate(target, oracle, input_ids, max_new_tokens=30, eos_token_id=NEVER)
+    assert mask_token_id in out.sequences[0, 5:].tolist()
+    assert out.sequences[0].tolist() == continuation[:35]
+
+
+def test_one_target_pass_and_one_drafter_pass_a_block_and_no_hidden_states_of_all_layers():
+    target, input_ids = target_of("qwen3_5"), draw_prompt(5, 0)
+    oracle = make_oracle(target, block_size=4).plan([long_continuation(target, input_ids)], lambda: 1)
+    seen = []
+    handle = target.get_decoder().register_forward_hook(
+        lambda module, args, kwargs, output: seen.append(kwargs.get("output_hidden_states")), with_kwargs=True
+    )
+    out = speculative_generate(target, oracle, input_ids, max_new_tokens=9, eos_token_id=NEVER)
+    handle.remove()
+    assert len(seen) == out.num_target_passes == 1 + len(out.acceptance_lengths[0])
+    # Two tokens a block; the last one has room for no draft and calls no drafter.
+    assert out.acceptance_lengths == [[2, 2, 2, 2]] and out.num_drafter_passes == 4
+    assert not any(seen)
+
+
+def test_drafter_cache_holds_the_accepted_context_only():
+    target, input_ids = target_of("qwen3_5"), draw_prompt(5, 0)
+    continuation = long_continuation(target, input_ids)
+    generator = torch.Generator().manual_seed(0)
+    oracle = make_oracle(target, block_size=4)
+    oracle.plan([continuation], lambda: int(torch.randint(4, (), generator=generator)))
+    calls = []
+
+    def record(module, args, kwargs):
+        cache, positions = kwargs["past_key_values"], kwargs["position_ids"][0]
+        calls.append((cache.get_seq_length(), int(positions[0]), int(positions[-4]), kwargs["context_hidden_states"]))
+
+    handle = oracle.register_forward_pre_hook(record, with_kwargs=True)
+    speculative_generate(target, oracle, input_ids, max_new_tokens=20, eos_token_id=NEVER)
+    handle.remove()
+
+    hidden_states = target(torch.tensor([continuation]), output_hidden_states=True).hidden_states
+    features = torch.cat([hidden_states[i + 1] for i in oracle.config.target_layer_ids], dim=-1)
+    context_length = 0
+    for cached, first_position, anchor, context in calls:
+        assert cached == first_position == context_length
+        context_length += context.shape[1]
+        assert anchor == context_length
+        # What a drafter trained on whole passes has seen: the features do not depend on how they were computed.
+        torch.testing.assert_close(context, features[:, cached:context_length], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_processors_see_the_tokens_that_generate_would_show_them(kind):
+    target, input_ids = target_of(kind), draw_prompt(7, 1)
+    penalties = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])
+    plain = decode_plainly(target, input_ids, max_new_tokens=30, logits_processor=penalties, eos_token_id=NEVER)
+    without = decode_plainly(target, input_ids, max_new_tokens=30, eos_token_id=NEVER)
+    assert plain.tolist() != without.tolist()
+    oracle = make_oracle(target, block_size=6).plan([plain[0].tolist() + [0] * 6], lambda: 3)
+    for arguments in ({"logits_processor": penalties}, {"repetition_penalty": 1.3}):
+        out = speculative_generate(target, oracle, input_ids, max_new_tokens=30, eos_token_id=NEVER, **arguments)
+        assert out.sequences.tolist() == plain.tolist()
+        assert max(out.acceptance_lengths[0]) > 1
+
+
+def test_generation_config_of_the_target_counts_as_in_generate():
+    target, input_ids = make_target("qwen3", torch.float64), draw_prompt(7, 1)
+    target.generation_config.repetition_penalty = 1.3
+    target.generation_config.no_repeat_ngram_size = 2
+    target.generation_config.eos_token_id = [7, 9, 11, 20, 33]
+    plain = decode_plainly(target, input_ids, max_new_tokens=40)
+    out = speculative_generate(target, make_drafter(target), input_ids, max_new_tokens=40)
+    assert out.sequences.tolist() == plain.tolist()
+
+
+class StopAfterToken(StoppingCriteria):
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == self.token
+
+
+def test_stopping_criteria_end_the_output_inside_a_block():
+    target, input_ids = target_of("qwen3_5"), draw_prompt(7, 2)
+    continuation = long_continuation(target, input_ids)
+    oracle = make_oracle(target, block_size=8).plan([continuation], lambda: 7)
+    for criteria in ([StopAfterToken(continuation[7 + 4])], [MaxLengthCriteria(7 + 4)]):
+        criteria = StoppingCriteriaList(criteria)
+        plain = decode_plainly(target, input_ids, max_new_tokens=40, eos_token_id=NEVER, stopping_criteria=criteria)
+        out = speculative_generate(
+            target, oracle, input_ids, max_new_tokens=40, eos_token_id=NEVER, stopping_criteria=criteria
+        )
+        assert out.sequences.tolist() == plain.tolist()
+
+
+def test_stop_strings_end_the_output_inside_a_block(word_tokenizer):
+    target, input_ids = target_of("qwen3"), draw_prompt(7, 2)
+    continuation = long_continuation(target, input_ids)
+    oracle = make_oracle(target, block_size=8).plan([continuation], lambda: 7)
+    stop = word_tokenizer.convert_ids_to_tokens(continuation[7 + 4])
+    arguments = {"max_new_tokens": 40, "eos_token_id": NEVER, "stop_strings": [stop], "tokenizer": word_tokenizer}
+    out = speculative_generate(target, oracle, input_ids, **arguments)
+    assert out.sequences.tolist() == decode_plainly(target, input_ids, **arguments).tolist()
+    assert out.sequences.shape[1] <= 7 + 5
+    with pytest.raises(ValueError, match="needs `tokenizer`"):
+        speculative_generate(target, oracle, input_ids, stop_strings=[stop])
+
+
+def test_streamer_is_given_every_token_once(word_tokenizer, capsys):
+    target, input_ids = target_of("qwen3"), draw_prompt(7, 2)
+    oracle = make_oracle(target, block_size=8).plan([long_continuation(target, input_ids)], lambda: 4)
+    decode_plainly(target, input_ids, max_new_tokens=20, eos_token_id=NEVER, streamer=TextStreamer(word_tokenizer))
+    plain = capsys.readouterr().out
+    speculative_generate(
+        target, oracle, input_ids, max_new_tokens=20, eos_token_id=NEVER, streamer=TextStreamer(word_tokenizer)
+    )
+    assert capsys.readouterr().out == plain
+
+
+def test_sequences_alone_without_statistics():
+    target, input_ids = target_of("qwen3"), draw_prompt(4, 0)
+    out = speculative_generate(target, make_drafter(target), input_ids, max_new_tokens=5, return_stats=False)
+    assert out.tolist() == decode_plainly(target, input_ids, max_new_tokens=5).tolist()
+
+
+def test_drafter_of_another_target_is_refused():
+    drafter = make_drafter(make_target("qwen3", torch.float64, hidden_size=16))
+    with pytest.raises(ValueError, match="`hidden_size` is 16, the target .* has 32"):
+        speculative_generate(target_of("qwen3"), drafter, draw_prompt(4, 0), max_new_tokens=5)
+
+
+def test_prompts_padded_on_the_right_are_refused():
+    target = target_of("qwen3")
+    with pytest.raises(ValueError, match="pad prompts on the left"):
+        speculative_generate(
+            target,
+            make_drafter(target),
+            torch.tensor([[5, 6, 0], [5, 6, 7]]),
+            torch.tensor([[1, 1, 0], [1, 1, 1]]),
+            max_new_tokens=5,
+        )
+
+
+def test_beams_are_refused():
+    target = target_of("qwen3")
+    with pytest.raises(ValueError, match="`num_beams` must be 1"):
+        speculative_generate(target, make_drafter(target), draw_prompt(4, 0), max_new_tokens=5, num_beams=2)
