@@ -71,6 +71,32 @@ class StopCallback(TrainerCallback):
     def __init__(self):
         self.is_stopping = False
 
+    def stop(self, control) -> None:
+        """Ends training here, on all ranks."""
+        self.is_stopping = True
+        control.should_save = control.should_training_stop = True
+
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.is_stopping:
             control.should_save, control.should_evaluate, control.should_log = True, False, False
+
+
+class CatchUpCallback(TrainerCallback):
+    """Makes up for an evaluation that was due where the run stopped: after the save, or cut short by a signal.
+
+    Args:
+        trainer ([`DFlashTrainer`]): whose run goes on.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            return
+        interval = {"steps": state.eval_steps, "epoch": self.trainer.steps_per_epoch}.get(args.eval_strategy)
+        is_due = interval and state.global_step % interval == 0
+        is_done = any("eval_runtime" in entry and entry["step"] == state.global_step for entry in state.log_history)
+        if is_due and not is_done:
+            metrics = self.trainer.evaluate()
+            self.trainer._determine_best_metric(metrics, trial=None)

@@ -43,7 +43,9 @@ def ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> float:
 
 def save_sums(sums: Sums, checkpoint: str, rank: int) -> None:
     """Keeps what this rank has summed since the last log; ranks apart, so that the order of additions stays the same."""
-    torch.save({name: value.cpu() for name, value in sums.items()}, os.path.join(checkpoint, f"metric_sums_{rank}.pt"))
+    path = os.path.join(checkpoint, f"metric_sums_{rank}.pt")
+    torch.save({name: value.cpu() for name, value in sums.items()}, f"{path}.partial")
+    os.replace(f"{path}.partial", path)
 
 
 def load_sums(sums: Sums, checkpoint: str, rank: int, world_size: int) -> None:

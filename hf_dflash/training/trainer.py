@@ -31,7 +31,7 @@ from .checkpoint import (
     rotate_checkpoints,
 )
 from .host_group import HostGroup
-from .interruption import StopCallback, StopSignals
+from .interruption import CatchUpCallback, StopCallback, StopSignals
 from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
 from .plan import place_targets_of_this_process
 from .resume_contract import check_contract, describe_run
@@ -118,6 +118,7 @@ class DFlashTrainer(Trainer):
         self._stop_signals = StopSignals()
         self._stop_callback = StopCallback()
         self.add_callback(self._stop_callback)
+        self.add_callback(CatchUpCallback(self))
         self._contract = None
         self._saved_step = None
 
@@ -182,14 +183,18 @@ class DFlashTrainer(Trainer):
         share = sum(batch.denominator(self.args.loss_weighting, self.args.loss_gamma) for batch in batches)
         denominator, stop_wishes = self._host_group.sum(share, self._stop_signals.requested)
         if stop_wishes:
-            self._stop_callback.is_stopping = True
-            self.control.should_training_stop = True
+            self._stop_callback.stop(self.control)
             return [], num_items
         # Filled in by a kernel: a copy from the host would make it wait for the device.
         self._step_denominator = torch.full((), denominator, dtype=torch.float64, device=self.args.device)
         # Whatever a stopped step has summed is forgotten, as its gradients are.
         self._step_sums = self._new_sums()
         return batches, num_items
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch, known once training has begun."""
+        return self._train_sampler.num_steps
 
     def _prepare_inputs(self, inputs: BlockBatch) -> BlockBatch:
         return inputs.to(self.args.device)
@@ -313,6 +318,8 @@ class DFlashTrainer(Trainer):
 
         The loss is of these sums too: `Trainer` forgets its own at a stop, so a run that goes on would log another one.
         """
+        if self._stop_callback.is_stopping and "eval_runtime" in logs:
+            return
         if "loss" in logs and "learning_rate" in logs:
             sums = reduce_sums(self._train_sums, self.accelerator)
             self._train_sums = self._new_sums()
@@ -345,12 +352,18 @@ class DFlashTrainer(Trainer):
         }
         for slot, (correct, supervised) in enumerate(zip(sums["correct"], sums["supervised"], strict=True), start=1):
             metrics[f"accuracy_slot_{slot}"] = ratio(correct, supervised)
+        if self._stop_callback.is_stopping:
+            # Cut short, so it says nothing; it is made up for when the run goes on.
+            metrics = dict.fromkeys(metrics, float("nan"))
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Takes every position of every reply as an anchor, then walks the replies. Sums up; returns nothing."""
+        if self.is_in_train and self._host_group.sum(self._stop_signals.requested)[0]:
+            self._stop_callback.stop(self.control)
+            return None, None, None
         documents = PackedDocuments.from_rows(inputs)
         label_positions, anchors = documents.label_positions(), documents.all_anchors()
         lay_out = partial(
@@ -448,7 +461,8 @@ class DFlashTrainer(Trainer):
     def _save_checkpoint(self, model, trial) -> None:
         folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         if self._saved_step == self.state.global_step:
-            # At the end of an epoch, behind the save of its last step: only an evaluation can have come in between.
+            # At the end of an epoch, behind the save of its last step: only a log or an evaluation can have come in between.
+            save_sums(self._train_sums, folder, self.args.process_index)
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(folder, f"{TRAINER_STATE}.partial"))
                 os.replace(os.path.join(folder, f"{TRAINER_STATE}.partial"), os.path.join(folder, TRAINER_STATE))
