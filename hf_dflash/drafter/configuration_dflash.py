@@ -108,13 +108,17 @@ class DFlashConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+            # Configs of earlier releases of transformers state `rope_theta` by itself.
+            self.rope_parameters = {"rope_type": "default", "rope_theta": kwargs.pop("rope_theta", 10000.0)}
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.num_target_layers is not None and self.target_layer_ids is None:
             self.target_layer_ids = select_target_layer_ids(self.num_target_layers)
         self._check_values()
+        self._check_rope_parameters()
         super().__post_init__(**kwargs)
+        # Once more, for that call merges rotary options of earlier releases (`rope_scaling`, `partial_rotary_factor`).
+        self._check_rope_parameters()
 
     def _check_values(self):
         if self.block_size < 2:
@@ -145,13 +149,6 @@ class DFlashConfig(PretrainedConfig):
                 f"`sliding_window` ({self.sliding_window}) is shorter than a block ({self.block_size} slots): the last "
                 "slots would not see their anchor. Use a window of at least `block_size`."
             )
-        rope_type = self.rope_parameters.get("rope_type", "default")
-        foreign = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"} & set(self.rope_parameters)
-        if rope_type != "default" or foreign or "rope_theta" not in self.rope_parameters:
-            raise ValueError(
-                f"`rope_parameters` is {self.rope_parameters}: a drafter has its own plain rotary embedding, "
-                "{'rope_type': 'default', 'rope_theta': <float>}, whatever its target uses."
-            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` {self.mask_token_id} is outside the vocabulary (0 to {self.vocab_size - 1}): "
@@ -159,6 +156,15 @@ class DFlashConfig(PretrainedConfig):
             )
         if self.target_layer_ids is not None:
             check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+
+    def _check_rope_parameters(self):
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        foreign = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"} & set(self.rope_parameters)
+        if rope_type != "default" or foreign or "rope_theta" not in self.rope_parameters:
+            raise ValueError(
+                f"`rope_parameters` is {self.rope_parameters}: a drafter has its own plain rotary embedding, "
+                "{'rope_type': 'default', 'rope_theta': <float>}, whatever its target uses."
+            )
 
 
 def check_target_layer_ids(target_layer_ids: list[int], num_target_layers: int | None) -> None:
@@ -238,9 +244,9 @@ def find_mask_token_id(tokenizer, vocab_size: int, pad_token_id: int | None = No
         ):
             return token_id
     # `len(tokenizer)` counts tokens, which is not the highest id where the vocabulary has holes.
-    first_free = max(tokenizer.get_vocab().values()) + 1
-    if first_free < vocab_size and first_free not in taken:
-        return first_free
+    for token_id in range(max(tokenizer.get_vocab().values()) + 1, vocab_size):
+        if token_id not in taken:
+            return token_id
     raise ValueError(
         f"The tokenizer fills all {vocab_size} rows of the embedding and names none as reserved or unused: pass "
         "`mask_token_id`, the id of a token that your completions never contain."
@@ -327,7 +333,9 @@ def create_drafter_config(
         num_hidden_layers=num_hidden_layers,
         block_size=block_size,
         mask_token_id=mask_token_id,
-        target_layer_ids=list(target_layer_ids or select_target_layer_ids(num_target_layers, num_target_features)),
+        target_layer_ids=select_target_layer_ids(num_target_layers, num_target_features)
+        if target_layer_ids is None
+        else list(target_layer_ids),
         num_target_layers=num_target_layers,
         sliding_window=sliding_window,
         layer_types=layer_types,

@@ -273,6 +273,11 @@ class DFlashForSpeculation(PreTrainedModel):
                 f"{q_len} slots with block_size {self.config.block_size} need a mask for each layer type: without one, blocks "
                 "would see one another and the features that they predict."
             )
+        elif attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"`attention_mask` has {attention_mask.dim()} dimensions: pass a 2-D mask of real keys, or a `dict` with a mask for "
+                "each layer type."
+            )
         else:
             masks = {
                 layer_type: DecodingMask(
