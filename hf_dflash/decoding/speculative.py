@@ -61,7 +61,7 @@ def speculative_generate(
     attention_mask: torch.Tensor | None = None,
     *,
     max_new_tokens: int | None = None,
-    do_sample: bool = False,
+    do_sample: bool | None = False,
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -88,7 +88,8 @@ def speculative_generate(
         attention_mask (`torch.Tensor` of shape `[B, length]`, *optional*): 0 on padding.
         max_new_tokens (`int`, *optional*): tokens to generate at most; 0 returns the prompts. By default what `generate`
             takes from the target's generation config.
-        do_sample (`bool`, *optional*, defaults to `False`): draw tokens instead of taking the most likely.
+        do_sample (`bool`, *optional*, defaults to `False`): draw tokens instead of taking the most likely; `None` for what the
+            target's generation config says, as in `generate`.
         temperature (`float`, *optional*), top_p (`float`, *optional*), top_k (`int`, *optional*): of sampling; by default
             the target's generation config, as in `generate`.
         eos_token_id (`int` or `list[int]`, *optional*): tokens that end a row; by default all of the generation config's.
@@ -130,6 +131,7 @@ def speculative_generate(
 
     chosen = {
         "max_new_tokens": max_new_tokens,
+        "do_sample": do_sample,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
@@ -146,7 +148,6 @@ def speculative_generate(
     out = target.generate(
         input_ids,
         attention_mask=attention_mask,
-        do_sample=do_sample,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         streamer=streamer,
