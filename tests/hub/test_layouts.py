@@ -9,13 +9,12 @@ from tiny_models import make_target
 
 from hf_dflash import DFlashForSpeculation, create_drafter_config
 from hf_dflash.cli import main
+from hf_dflash.hub.foreign_layouts import read_foreign_config, strip_foreign_weights
 from hf_dflash.hub.layouts import (
     export_drafter,
     import_drafter,
     make_serving_config,
     push_to_hub,
-    read_foreign_config,
-    strip_foreign_weights,
 )
 
 

@@ -1,0 +1,129 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""A drafter's folder: read whole or not at all, written whole or not at all."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+
+from ..drafter.modeling_dflash import DFlashForSpeculation
+
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def open_folder(name_or_path: str | Path) -> Path:
+    """A local folder with a drafter's files, downloaded first if it is a Hub id.
+
+    Raises:
+        `OSError`: if there is neither a folder nor a repository of that name.
+    """
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    try:
+        return Path(
+            snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors", "*.pt", "README.md"])
+        )
+    except Exception as error:
+        raise OSError(f"{name_or_path} is neither a folder nor a Hub repository that can be read: {error}") from error
+
+
+def read_config(folder: Path) -> dict:
+    """The parsed `config.json` of a folder.
+
+    Raises:
+        `FileNotFoundError`: if there is none.
+        `ValueError`: if it is no JSON.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        adapter = (
+            " It holds a PEFT adapter: merge it first (`merge_and_unload`)."
+            * (folder / "adapter_config.json").exists()
+        )
+        raise FileNotFoundError(f"{folder} has no config.json.{adapter}")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files, sharded or not.
+
+    Raises:
+        `FileNotFoundError`: if there are none, or the index names a shard that is missing.
+    """
+    index = folder / f"{WEIGHTS_FILE}.index.json"
+    if index.exists():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [folder / WEIGHTS_FILE]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise FileNotFoundError(f"{folder} has no {', '.join(missing)}: a drafter's weights are expected there.")
+    tensors = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    return tensors
+
+
+def check_tensors(tensors, config) -> None:
+    with torch.device("meta"):
+        expected = DFlashForSpeculation(config).state_dict()
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing:
+        raise ValueError(
+            f"Missing from the drafter's weights: {_shorten(missing)}. vLLM and SGLang would not notice and serve noise."
+        )
+    if unknown:
+        raise ValueError(
+            f"Not part of a DFlash drafter: {_shorten(unknown)}. vLLM refuses them, SGLang skips them silently."
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"`{name}` has shape {list(tensor.shape)}, the config makes it {list(expected[name].shape)}."
+            )
+    broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise ValueError(f"Not finite (NaN or infinity): {_shorten(broken)}. Take an earlier checkpoint.")
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_is_free(output_dir: str | Path) -> Path:
+    output_dir = Path(output_dir)
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise FileExistsError(f"{output_dir} exists and is not an empty folder: choose another one.")
+    return output_dir
+
+
+class complete_or_absent:
+    """A folder to write in, which takes its final name only if everything went well."""
+
+    def __init__(self, output_dir: Path):
+        self.output_dir = output_dir
+
+    def __enter__(self) -> Path:
+        self.output_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix=f".{self.output_dir.name}-", dir=self.output_dir.absolute().parent)
+        )
+        return self.temporary
+
+    def __exit__(self, kind, *_):
+        if kind is not None:
+            shutil.rmtree(self.temporary)
+            return
+        # mkdtemp makes folders that only their owner may read.
+        self.temporary.chmod(0o755)
+        self.temporary.replace(self.output_dir)

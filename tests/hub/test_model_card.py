@@ -1,0 +1,96 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import json
+import re
+import shlex
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_dflash import DFlashForSpeculation, create_drafter_config
+from hf_dflash.hub.layouts import export_drafter
+from hf_dflash.hub.model_card import AcceptanceFigure, TrainingRecord, create_drafter_card, read_training_record
+
+
+pytestmark = pytest.mark.compat
+
+RECORD = TrainingRecord(
+    data="902,087 completions that the target wrote with thinking on",
+    datasets=["some-org/completions"],
+    hyperparameters={"learning_rate": 6e-4, "num_anchors": 512},
+    acceptance=[AcceptanceFigure("GSM8K", 5.317, "128 prompts, greedy, really decoded")],
+    license="apache-2.0",
+)
+
+
+@pytest.fixture
+def config(tiny_qwen3_5):
+    config = create_drafter_config(
+        tiny_qwen3_5.config, num_hidden_layers=2, block_size=16, mask_token_id=95, num_target_features=2
+    )
+    config.target_name_or_path = "some-org/target"
+    return config
+
+
+def commands(card: ModelCard) -> dict[str, list[str]]:
+    blocks = re.findall(r"```bash\n(.*?)\n```", card.content, re.DOTALL)
+    return {words[0]: words for words in map(shlex.split, blocks)}
+
+
+def test_card_states_target_data_hyperparameters_and_how_acceptance_was_measured(config):
+    card = create_drafter_card(config, repo_id="some-org/drafter", record=RECORD)
+    assert card.data.base_model == "some-org/target"
+    assert card.data.datasets == ["some-org/completions"]
+    assert card.data.license == "apache-2.0"
+    for words in (
+        RECORD.data,
+        "| num_anchors | 512 |",
+        "| GSM8K | 5.32 | 128 prompts, greedy, really decoded |",
+        "2602.06036",
+    ):
+        assert words in card.content
+
+
+@pytest.mark.parametrize("form", ["native", "serving"])
+@pytest.mark.parametrize("revision", [None, "serving"])
+def test_commands_of_both_engines_name_the_form_that_they_can_read(form, revision, config):
+    card = create_drafter_card(config, form=form, repo_id="some-org/drafter", revision=revision)
+    served = "EXPORTED" if form == "native" and revision is None else "some-org/drafter"
+    vllm, sglang = commands(card)["vllm"], commands(card)["python"]
+    assert vllm[:3] == ["vllm", "serve", "some-org/target"]
+    expected = {"method": "dflash", "model": served, "num_speculative_tokens": 15}
+    assert json.loads(vllm[-1]) == {**expected, **({"revision": revision} if revision else {})}
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == served
+    assert ("--speculative-draft-model-revision" in sglang) == (revision is not None)
+    if served == "EXPORTED":
+        assert "hf-dflash export some-org/drafter EXPORTED" in card.content
+
+
+@pytest.mark.parametrize("form", ["native", "serving"])
+def test_python_on_the_card_compiles_and_trusts_code_where_it_must(form, config):
+    card = create_drafter_card(config, form=form, repo_id="some-org/drafter", revision="serving")
+    (code,) = re.findall(r"```python\n(.*?)\n```", card.content, re.DOTALL)
+    compile(code, "card", "exec")
+    assert ("trust_remote_code=True" in code) == (form == "serving")
+    assert ('revision="serving"' in code) == (form == "serving")
+    assert ("import hf_dflash" in code) == (form == "native")
+
+
+def test_engines_that_would_compute_something_else_are_named(config):
+    config.layer_types, config.sliding_window, config.is_causal = ["sliding_attention"] * 2, 32, None
+    assert "Not for llama.cpp" in create_drafter_card(config).content
+    assert "Not for" not in create_drafter_card(config.__class__(target_layer_ids=[1])).content
+
+
+def test_export_carries_the_training_record_over(config, tiny_qwen3_5, tmp_path):
+    DFlashForSpeculation(config).save_pretrained(tmp_path / "native")
+    create_drafter_card(config, repo_id="some-org/drafter", record=RECORD).save(tmp_path / "native" / "README.md")
+    assert read_training_record(tmp_path / "native") == RECORD
+    export_drafter(tmp_path / "native", tmp_path / "serving", target=tiny_qwen3_5.config)
+    assert read_training_record(tmp_path / "serving") == RECORD
+    assert "5.32" in (tmp_path / "serving" / "README.md").read_text()
+
+
+def test_unknown_forms_are_refused(config):
+    with pytest.raises(ValueError, match="'native' or the 'serving'"):
+        create_drafter_card(config, form="gguf")

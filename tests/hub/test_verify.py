@@ -1,0 +1,69 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import importlib.util
+
+import pytest
+import torch
+from tiny_models import make_target
+
+from hf_dflash import DFlashForSpeculation, create_drafter_config
+from hf_dflash.hub.layouts import export_drafter
+from hf_dflash.hub.portability import ENGINES
+from hf_dflash.hub.verify import verify_drafter
+
+
+pytestmark = pytest.mark.compat
+
+PROMPTS = [[7, 11, 13, 17, 19], [23]]
+
+
+@pytest.fixture
+def target_folder(tmp_path):
+    make_target("qwen3_5").save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def save_drafter(target_folder, folder, **overrides):
+    target = make_target("qwen3_5")
+    config = create_drafter_config(
+        target.config, num_hidden_layers=2, block_size=4, mask_token_id=95, num_target_features=2, **overrides
+    )
+    config.target_name_or_path = str(target_folder)
+    DFlashForSpeculation(config).save_pretrained(folder)
+
+
+def verify(drafter, target_folder):
+    verdicts = verify_drafter(
+        drafter, target_folder, prompts=PROMPTS, max_new_tokens=12, dtype=torch.float32, device="cpu"
+    )
+    assert sorted(verdict.engine for verdict in verdicts) == sorted(ENGINES)
+    return {verdict.engine: verdict for verdict in verdicts}
+
+
+def test_a_good_drafter_has_no_wrong_verdict_in_either_form(target_folder, tmp_path):
+    save_drafter(target_folder, tmp_path / "native")
+    export_drafter(tmp_path / "native", tmp_path / "serving", target=str(target_folder))
+    for form in ("native", "serving"):
+        verdicts = verify(tmp_path / form, target_folder)
+        assert verdicts["transformers"].is_right, verdicts["transformers"]
+        assert not [verdict for verdict in verdicts.values() if verdict.is_right is False]
+        if importlib.util.find_spec("speculators") is not None:
+            assert verdicts["speculators"].is_right
+
+
+def test_the_engines_that_would_compute_something_else_are_named(target_folder, tmp_path):
+    save_drafter(target_folder, tmp_path / "native", sliding_window=6, is_causal=None)
+    verdicts = verify(tmp_path / "native", target_folder)
+    assert verdicts["transformers"].is_right, verdicts["transformers"]
+    wrong = {engine for engine, verdict in verdicts.items() if verdict.is_right is False}
+    assert wrong == {"llama.cpp", "speculators", "z-lab MLX"}
+
+
+def test_a_peer_that_computes_something_else_is_found_out(target_folder, tmp_path, monkeypatch):
+    pytest.importorskip("speculators")
+    from speculators.models.dflash import core
+
+    save_drafter(target_folder, tmp_path / "native")
+    positions = core.get_base_indices_for_anchored_blocks
+    monkeypatch.setattr(core, "get_base_indices_for_anchored_blocks", lambda *args: positions(*args) + 1)
+    assert verify(tmp_path / "native", target_folder)["speculators"].is_right is False
