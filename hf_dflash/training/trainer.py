@@ -309,7 +309,8 @@ class DFlashTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         # Only a whole optimizer step counts.
         if self.accelerator.sync_gradients:
-            self._step_sums["steps"] += 1
+            # Counted by one rank, so that the figure survives another number of processes.
+            self._step_sums["steps"] += self.args.process_index == 0
             add_sums(self._train_sums, self._step_sums)
         return loss
 
@@ -323,7 +324,7 @@ class DFlashTrainer(Trainer):
         if "loss" in logs and "learning_rate" in logs:
             sums = reduce_sums(self._train_sums, self.accelerator)
             self._train_sums = self._new_sums()
-            logs["loss"] = ratio(sums["loss"] * self.args.world_size, sums["steps"])
+            logs["loss"] = ratio(sums["loss"], sums["steps"])
             logs["accuracy"] = ratio(sums["correct"].sum(), sums["supervised"].sum())
             logs["anchor_acceptance_length"] = 1 + ratio(sums["accepted"], sums["blocks"])
             logs["blocks"] = int(sums["blocks"])
