@@ -97,11 +97,12 @@ class ObjectStore:
         self.dry_run = dry_run
         self.report = report
         self.concurrency = concurrency
-        self._client = boto3.client(
+        # A session of its own: boto3's default one is shared, keeps the credentials it found first, and is not thread-safe.
+        self._client = boto3.session.Session().client(
             "s3",
             endpoint_url=endpoint_url,
             config=Config(
-                retries={"mode": "standard", "max_attempts": max_attempts}, max_pool_connections=2 * concurrency
+                retries={"mode": "standard", "total_max_attempts": max_attempts}, max_pool_connections=2 * concurrency
             ),
         )
         self._transfer = TransferConfig(
@@ -140,17 +141,33 @@ class ObjectStore:
             `FileNotFoundError`: there is no such object.
             `OSError`: the content is not what was uploaded.
         """
-        bucket, key = split_uri(uri)
-        head = self._head(uri)
-        if head is None:
-            raise FileNotFoundError(f"There is no object {uri}.")
         with _named_errors(uri):
-            self._client.download_fileobj(bucket, key, file, Config=self._transfer)
+            size, expected = self._get_into(*split_uri(uri), file)
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = file.tell()
-        if size != head["ContentLength"] or head["Metadata"].get(_DIGEST_KEY, digest) != digest:
+        if file.tell() != size or expected not in (None, digest):
             raise OSError(f"{uri} was damaged on the way: its size or SHA-256 is not that of the object. Try again.")
+
+    def _get_into(self, bucket: str, key: str, file: IO[bytes]) -> tuple[int, str | None]:
+        """Gets an object, in one request if it is small; returns its size and its SHA-256 if that is stored with it."""
+        from botocore.exceptions import HTTPClientError, IncompleteReadError
+
+        attempts = 5
+        while True:
+            response = self._client.get_object(Bucket=bucket, Key=key)
+            size, digest = response["ContentLength"], response["Metadata"].get(_DIGEST_KEY)
+            if size > MULTIPART_BYTES:
+                response["Body"].close()
+                self._client.download_fileobj(bucket, key, file, Config=self._transfer)
+                return size, digest
+            attempts -= 1
+            try:
+                file.write(response["Body"].read())
+                return size, digest
+            except (HTTPClientError, IncompleteReadError):
+                # botocore repeats requests, but not the reading of their answers.
+                if attempts == 0:
+                    raise
 
     def download_file(self, uri: str, path: str | os.PathLike) -> None:
         """Downloads an object. The file appears when it is whole."""

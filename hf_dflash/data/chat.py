@@ -36,7 +36,7 @@ _REASONING_MARK = "zqReasoningMarkqz"
 _CONTENT_MARK = "zqContentMarkqz"
 
 # How models open and close their thinking, where the template itself does not show it.
-_THINKING_TAGS = (
+THINKING_TAGS = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
@@ -45,7 +45,7 @@ _THINKING_TAGS = (
     ("<|channel>thought", "<channel|>"),
 )
 _EMPTY_THINKING = re.compile(
-    r"\s*(?:" + "|".join(f"(?:{re.escape(o)})?\\s*{re.escape(c)}" for o, c in _THINKING_TAGS) + r")\s*"
+    r"\s*(?:" + "|".join(f"(?:{re.escape(o)})?\\s*{re.escape(c)}" for o, c in THINKING_TAGS) + r")\s*"
 )
 
 # What servers call a reply that ended by itself. Any other reason means that it was cut: it has no end of turn.
@@ -214,7 +214,7 @@ class ChatRenderer:
         before = conversation.messages[:index]
         if not before:
             raise RowSkipped("template_refused", "the conversation starts with the assistant: nothing was served")
-        prompt = self._render(conversation, before, add_generation_prompt=True)
+        prompt = self.render(conversation, before, add_generation_prompt=True)
         if "completion_token_ids" in message:
             ids = message["completion_token_ids"]
             is_cut = not ids or ids[-1] not in self._eos_ids
@@ -234,7 +234,7 @@ class ChatRenderer:
             probe["reasoning_content"] = _REASONING_MARK
         if tool_calls:
             probe["tool_calls"] = tool_calls
-        rendered = self._render(conversation, [*before, probe])
+        rendered = self.render(conversation, [*before, probe])
         head, middle, suffix = self._split_probe(prompt, rendered, probe)
         end_of_turn = self._end_of_turn(conversation, before, suffix, bool(tool_calls))
         calls = ""
@@ -252,7 +252,7 @@ class ChatRenderer:
 
     def _reply(self, prompt: str, head: str, reasoning: str | None, middle: str, content: str, is_cut: bool) -> str:
         """What the target wrote behind `prompt`, tool calls aside."""
-        opening = _opened_thinking(prompt)
+        opening = opened_thinking(prompt)
         if reasoning:
             if _is_thinking_closed(prompt):
                 raise RowSkipped("thinking_unexpected")
@@ -272,7 +272,7 @@ class ChatRenderer:
             if reasoning is None:
                 raise RowSkipped("thinking_missing")
             return (head or closing + "\n\n") + content
-        if any(tag in head for tags in _THINKING_TAGS for tag in tags):
+        if any(tag in head for tags in THINKING_TAGS for tag in tags):
             # An empty think block that the template inserts and the target did not write.
             head = ""
         if not head.strip():
@@ -297,7 +297,7 @@ class ChatRenderer:
                     return head, "", rest
                 if _CONTENT_MARK in rest:
                     return head, *rest.split(_CONTENT_MARK, 1)
-            opening = _opened_thinking(prompt)
+            opening = opened_thinking(prompt)
             opened, closing = opening or self._thinking_tags_of_template()
             head = "" if opening else f"{opened}\n"
             if has_content:
@@ -319,7 +319,7 @@ class ChatRenderer:
         at the end (the end of the document), and the end of turn and `eos_token` may differ.
         """
         if has_tool_calls:
-            rendered = self._render(conversation, [*before, {"role": "assistant", "content": _CONTENT_MARK}])
+            rendered = self.render(conversation, [*before, {"role": "assistant", "content": _CONTENT_MARK}])
             if _CONTENT_MARK not in rendered:
                 raise RowSkipped("template_lost_reply")
             plain = self._end_of_turn(conversation, before, rendered.rsplit(_CONTENT_MARK, 1)[1], False)
@@ -335,7 +335,7 @@ class ChatRenderer:
     def _find_end_of_turn(self, conversation: Conversation, before: list[dict], suffix: str) -> str:
         reply = {"role": "assistant", "content": _CONTENT_MARK}
         try:
-            followed = self._render(conversation, [*before, reply, {"role": "user", "content": "Next."}])
+            followed = self.render(conversation, [*before, reply, {"role": "user", "content": "Next."}])
             followed = followed.rsplit(_CONTENT_MARK, 1)[1]
         except (RowSkipped, IndexError):
             followed = suffix
@@ -359,7 +359,13 @@ class ChatRenderer:
             return followed[: match.end()]
         return ""
 
-    def _render(self, conversation: Conversation, messages: list[dict], add_generation_prompt: bool = False) -> str:
+    def render(self, conversation: Conversation, messages: list[dict], add_generation_prompt: bool = False) -> str:
+        """
+        Some messages of a conversation as text, with its tools and template options.
+
+        Raises:
+            [`~data.conversations.RowSkipped`]: the template refuses them.
+        """
         from jinja2 import TemplateError
 
         options = {**self.chat_template_kwargs, **conversation.chat_template_kwargs}
@@ -383,7 +389,7 @@ class ChatRenderer:
     def _thinking_tags_of_template(self) -> tuple[str, str]:
         """The tags around reasoning, for a template that takes reasoning out of what it prints."""
         template = json.dumps(self.tokenizer.chat_template)
-        tags = next((tags for tags in _THINKING_TAGS if tags[1] in template), None)
+        tags = next((tags for tags in THINKING_TAGS if tags[1] in template), None)
         if tags is None:
             raise RowSkipped("thinking_not_rendered")
         return tags
@@ -399,7 +405,7 @@ class ChatRenderer:
                     texts.append(turn.prompt)
                 if isinstance(turn.reply, str):
                     texts.append(turn.reply if self._replies_are_context_free else turn.prompt + turn.reply)
-        encoded = iter(self._encode(texts))
+        encoded = iter(self.encode(texts))
         return [self._sample(turn, encoded) for turn in turns]
 
     def _sample(self, turn: Turn | TokenizedRow, encoded: "Iterable[list[int]]") -> ChatSample | RowSkipped:
@@ -417,7 +423,7 @@ class ChatRenderer:
                 reply = next(encoded)
                 if not self._replies_are_context_free:
                     # The tokens of the prompt do not change with what follows, unless the two merge at the border.
-                    reply = reply[len(prompt) :] if reply[: len(prompt)] == prompt else self._encode([turn.reply])[0]
+                    reply = reply[len(prompt) :] if reply[: len(prompt)] == prompt else self.encode([turn.reply])[0]
                 if any(i in self._eos_ids for i in reply):
                     return RowSkipped("end_of_turn_in_reply")
                 reply = reply + self._encode_end_of_turn(turn.end_of_turn)
@@ -449,10 +455,10 @@ class ChatRenderer:
         if not text:
             return []
         if text not in self._end_of_turn_ids:
-            self._end_of_turn_ids[text] = self._encode([text])[0]
+            self._end_of_turn_ids[text] = self.encode([text])[0]
         return self._end_of_turn_ids[text]
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids that `tokenizer(text, add_special_tokens=False)` gives, without the cost of its bookkeeping."""
         if not texts:
             return []
@@ -471,7 +477,7 @@ class ChatRenderer:
         if not self._special_texts:
             return False
         special = sorted(self._special_texts)[0]
-        (alone,), (behind,), (mark,) = (self._encode([text]) for text in ("A", special + "A", special))
+        (alone,), (behind,), (mark,) = (self.encode([text]) for text in ("A", special + "A", special))
         return behind == mark + alone and self.tokenizer.decode(alone) == "A"
 
 
@@ -498,16 +504,16 @@ def _for_template(messages: list[dict], arguments_as_text: bool) -> list[dict]:
     return result
 
 
-def _opened_thinking(prompt: str) -> tuple[str, str] | None:
+def opened_thinking(prompt: str) -> tuple[str, str] | None:
     """The thinking tags, if the generation prompt opens thinking and leaves it open."""
     end = prompt.rstrip()
-    return next((tags for tags in _THINKING_TAGS if end.endswith(tags[0])), None)
+    return next((tags for tags in THINKING_TAGS if end.endswith(tags[0])), None)
 
 
 def _is_thinking_closed(prompt: str) -> bool:
     """Whether the generation prompt ends with a think block that is over."""
     end = prompt.rstrip()
-    return any(end.endswith(closing) for _, closing in _THINKING_TAGS)
+    return any(end.endswith(closing) for _, closing in THINKING_TAGS)
 
 
 def _behind_prompt(prompt: str, rendered: str) -> str:

@@ -10,15 +10,18 @@ So the gates run by themselves, when a dataset is made and again before it is tr
 import argparse
 import hashlib
 import json
-from dataclasses import dataclass, fields
+import os
+import sys
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 
 # Rows that never became samples because there was too little to learn in them. They count as short ones, or skipping
@@ -111,7 +114,7 @@ def run_gates(
             **{**{gate.name: getattr(gates, gate.name) for gate in fields(gates)}, "block_size": block_size}
         )
     if not hasattr(dataset, "column_names"):
-        dataset = _load(dataset)
+        dataset = load_tokenized_dataset(dataset)
     manifest = manifest if manifest is not None else find_manifest(dataset)
     results = judge(read_statistics(dataset), gates, manifest)
     failed = [result for result in results if not result.passed]
@@ -236,7 +239,14 @@ def find_manifest(dataset: "Dataset") -> dict | None:
     return manifest if manifest.get("counts", {}).get("samples") == len(dataset) else None
 
 
-def _load(path: str | Path) -> "Dataset":
+def load_tokenized_dataset(path: str | Path) -> "Dataset":
+    """
+    Loads a dataset that [`~data.tokenization.tokenize_completions`] has finished.
+
+    Raises:
+        `FileNotFoundError`: there is none.
+        `ImportError`: the package datasets is not installed.
+    """
     try:
         import datasets
     except ImportError:
@@ -244,3 +254,398 @@ def _load(path: str | Path) -> "Dataset":
     if not Path(path, "state.json").is_file():
         raise FileNotFoundError(f"{path} is not a finished dataset: make it with `hf-dflash tokenize`.")
     return datasets.load_from_disk(str(path))
+
+
+# ---- the report
+
+
+@dataclass
+class Histogram:
+    """Counts of `values` in equal bins from the smallest to the largest, and some quantiles."""
+
+    edges: list[float]
+    counts: list[int]
+    mean: float
+    quantiles: dict[str, float]
+
+    @classmethod
+    def of(cls, values: np.ndarray, bins: int = 12) -> "Histogram":
+        counts, edges = np.histogram(values, bins=bins, range=(int(values.min()), int(values.max()) + 1))
+        levels = {"min": 0, "5%": 0.05, "50%": 0.5, "95%": 0.95, "max": 1}
+        quantiles = {name: float(np.quantile(values, level, method="nearest")) for name, level in levels.items()}
+        return cls(edges.tolist(), counts.tolist(), float(values.mean()), quantiles)
+
+
+@dataclass
+class ReportSample:
+    """A row as text: `spans` are (supervised, text) in order."""
+
+    row: int
+    row_id: int | None
+    spans: list[tuple[bool, str]]
+
+
+@dataclass
+class DatasetReport:
+    """
+    What is in a dataset.
+
+    Args:
+        counts (`dict`, *optional*):
+            What became of every row that was read (`counts` of the manifest), if there is a manifest.
+        num_sources (`int`): files, objects and splits that were read.
+        num_rows, num_tokens, num_supervised (`int`): of the dataset.
+        supervised_share (`float`): share of the tokens that are supervised.
+        lengths, supervised_lengths ([`Histogram`]): tokens of a row, supervised tokens of a row.
+        duplicate_share (`float`): share of the rows whose reply stands in an earlier row too.
+        frequent_replies (`list[dict]`): the most frequent replies that are there more than once, with `count` and `text`.
+        cut_share (`float`, *optional*): share of the replies that generation or `max_length` cut.
+        empty_thinking_share (`float`, *optional*): share of the replies that close their thinking at once.
+        target_agreement (`dict`, *optional*): of [`~data.agreement.measure_target_agreement`].
+        gates (`list[GateResult]`): the gates, passed or not.
+        samples (`list[ReportSample]`): some rows as text.
+    """
+
+    counts: dict | None
+    num_sources: int
+    num_rows: int
+    num_tokens: int
+    num_supervised: int
+    supervised_share: float
+    lengths: Histogram
+    supervised_lengths: Histogram
+    duplicate_share: float
+    frequent_replies: list[dict[str, Any]]
+    cut_share: float | None
+    empty_thinking_share: float | None
+    target_agreement: dict | None
+    gates: list[GateResult]
+    samples: list[ReportSample]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the dataset passes all gates."""
+        return all(gate.passed for gate in self.gates)
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+
+
+def load_dataset_report(
+    dataset: "Dataset | str | Path",
+    *,
+    gates: DatasetGates = DatasetGates(),  # noqa: B008 (frozen)
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    target_agreement: dict | None = None,
+    num_samples: int = 3,
+    num_frequent: int = 5,
+) -> DatasetReport:
+    """
+    Makes the report of a dataset. It fails for no gate; see [`DatasetReport.passed`].
+
+    Args:
+        dataset (`datasets.Dataset`, `str` or `Path`):
+            The dataset, or its folder.
+        gates ([`DatasetGates`], *optional*):
+            The limits.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Makes text of samples and frequent replies. Without it they are shown as ids.
+        target_agreement (`dict`, *optional*):
+            What [`~data.agreement.measure_target_agreement`] has measured.
+        num_samples (`int`, *optional*, defaults to 3):
+            Rows to show, evenly spread.
+        num_frequent (`int`, *optional*, defaults to 5):
+            Frequent replies to show.
+
+    Raises:
+        `ValueError`: the dataset has no rows, or no `input_ids` and `loss_mask`.
+    """
+    if not hasattr(dataset, "column_names"):
+        dataset = load_tokenized_dataset(dataset)
+    if len(dataset) == 0:
+        raise ValueError("The dataset has no rows.")
+    manifest = find_manifest(dataset)
+    statistics = read_statistics(dataset)
+    num_rows, tokens = len(dataset), int(statistics.length.sum())
+    hashes, first_rows, repeats = np.unique(statistics.reply_hash, return_index=True, return_counts=True)
+    frequent = [i for i in np.argsort(-repeats, kind="stable")[:num_frequent] if repeats[i] > 1]
+    rows = np.unique(np.linspace(0, num_rows - 1, min(num_samples, num_rows)).astype(int)) if num_samples else []
+
+    def share_of(column: str) -> float | None:
+        if column not in dataset.column_names:
+            return None
+        return float(np.mean(dataset.select_columns([column]).with_format("numpy")[:][column]))
+
+    return DatasetReport(
+        counts=manifest["counts"] if manifest else None,
+        num_sources=len(manifest["sources"]) if manifest else 0,
+        num_rows=num_rows,
+        num_tokens=tokens,
+        num_supervised=int(statistics.num_supervised.sum()),
+        supervised_share=int(statistics.num_supervised.sum()) / max(1, tokens),
+        lengths=Histogram.of(statistics.length),
+        supervised_lengths=Histogram.of(statistics.num_supervised),
+        duplicate_share=1 - len(hashes) / num_rows,
+        frequent_replies=[
+            {"count": int(repeats[i]), "text": _reply_text(dataset[int(first_rows[i])], tokenizer)[:200]}
+            for i in frequent
+        ],
+        cut_share=share_of("is_cut"),
+        empty_thinking_share=share_of("is_thinking_empty"),
+        target_agreement=target_agreement,
+        gates=judge(statistics, gates, manifest),
+        samples=[
+            ReportSample(int(row), dataset[int(row)].get("row_id"), _spans(dataset[int(row)], tokenizer))
+            for row in rows
+        ],
+    )
+
+
+def _decode(ids: list[int], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    return tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
+
+
+def _reply_text(row: dict, tokenizer) -> str:
+    return _decode([i for i, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m][:100], tokenizer)
+
+
+def _spans(row: dict, tokenizer) -> list[tuple[bool, str]]:
+    mask = np.asarray(row["loss_mask"], dtype=bool)
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    return [
+        (bool(mask[start]), _decode(list(row["input_ids"][start:end]), tokenizer))
+        for start, end in zip(borders[:-1], borders[1:], strict=True)
+    ]
+
+
+# ---- the report for a reader
+
+
+def describe_counts(manifest: dict) -> str:
+    """What became of every row that was read, as lines for a reader."""
+    return "\n".join(_lines_of_counts(manifest["counts"], len(manifest["sources"])))
+
+
+def _lines_of_counts(counts: dict, num_sources: int) -> list[str]:
+    lines = [
+        f"rows read      {counts['rows']:>12,}  from {num_sources:,} source{'s' if num_sources != 1 else ''}"
+        + (f"; {counts['blank_lines']:,} blank lines beside" if counts["blank_lines"] else ""),
+        f"rows used      {counts['rows_used']:>12,}  {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
+        f"{counts['supervised_tokens']:,} supervised",
+    ]
+    for title, kind in (("rows skipped", "rows_skipped"), ("turns skipped", "turns_skipped")):
+        if counts[kind]:
+            lines.append(f"{title:<15}{sum(counts[kind].values()):>12,}")
+        for reason, count in sorted(counts[kind].items(), key=lambda item: -item[1]):
+            first = counts["first_skipped"][reason]
+            where = f"{first['source']}:{first['line']}"
+            lines.append(f"  {reason:<20}{count:>5,}  first: {where}: {_shorten(first['detail'], 120)}")
+    return lines
+
+
+def describe_report(report: DatasetReport, *, color: bool = False, width: int = 110) -> str:
+    """
+    The report as one screen of text.
+
+    Args:
+        report ([`DatasetReport`]): the report.
+        color (`bool`, *optional*, defaults to `False`): whether to mark supervised text with colour; else with `[[ ]]`.
+        width (`int`, *optional*, defaults to 110): columns of the screen.
+    """
+    lines = _lines_of_counts(report.counts, report.num_sources) if report.counts else []
+    lines += [
+        f"dataset        {report.num_rows:>12,}  rows, {report.num_tokens:,} tokens, "
+        f"{report.supervised_share:.1%} of them supervised",
+    ]
+    shares = [
+        ("replies that are in an earlier row too", report.duplicate_share),
+        ("cut by a length limit", report.cut_share),
+        ("thinking empty", report.empty_thinking_share),
+    ]
+    lines.append("replies        " + "   ".join(f"{name} {share:.1%}" for name, share in shares if share is not None))
+    for item in report.frequent_replies:
+        text = _shorten(item["text"], width - 40)
+        lines.append(f"  {item['count']:>8,} times ({item['count'] / report.num_rows:.1%})  {text}")
+    if report.target_agreement is not None:
+        agreement = report.target_agreement
+        lines.append(
+            f"target         {agreement['share']:.1%} of {agreement['num_tokens']:,} reply tokens in "
+            f"{agreement['num_rows']:,} rows are the target's own argmax"
+        )
+    lines += ["", *_histograms(report, width), ""]
+    for sample in report.samples:
+        lines += [f"row {sample.row}", *_lines_of_sample(sample, color, width)]
+    lines.append("")
+    for gate in report.gates:
+        lines.append(f"{'pass' if gate.passed else 'FAIL'}  {gate.message}")
+    return "\n".join(lines)
+
+
+def _histograms(report: DatasetReport, width: int) -> list[str]:
+    """Both histograms side by side."""
+    columns = []
+    for title, histogram in (("tokens", report.lengths), ("supervised tokens", report.supervised_lengths)):
+        bar_width = width // 2 - 24
+        top = max(histogram.counts)
+        quantiles = "  ".join(f"{name} {value:,.0f}" for name, value in histogram.quantiles.items())
+        column = [f"{title}: mean {histogram.mean:,.0f}", quantiles]
+        for start, count in zip(histogram.edges, histogram.counts, strict=False):
+            bar = "█" * round(bar_width * count / top) or ("▏" if count else "")
+            column.append(f"{start:>7,.0f} {bar:<{bar_width}} {count:>9,}")
+        columns.append(column)
+    return [f"{left:<{width // 2}}  {right}".rstrip() for left, right in zip(*columns, strict=True)]
+
+
+def _lines_of_sample(sample: ReportSample, color: bool, width: int) -> list[str]:
+    """A few lines: the end of each unsupervised span, start and end of each supervised one."""
+    parts = []
+    for supervised, text in sample.spans[-4:]:
+        text = _shorten(text, 2 * width, keep_start=supervised)
+        if supervised:
+            parts.append(f"\033[32m{text}\033[0m" if color else f"[[{text}]]")
+        else:
+            parts.append(f"\033[2m{text}\033[0m" if color else text)
+    return ["".join(parts)]
+
+
+def _shorten(text: str, length: int, keep_start: bool = True) -> str:
+    """One line of at most `length` characters; the middle is left out, or the start."""
+    text = "".join(" " if character in "\t\r" else character for character in text).replace("\n", "⏎")
+    text = "".join(character if character.isprintable() else "�" for character in text)
+    if len(text) <= length:
+        return text
+    if keep_start:
+        end = length // 3
+        return f"{text[: length - end - 3]} … {text[-end:]}"
+    return "… " + text[2 - length :]
+
+
+def plot_report(report: DatasetReport, path: str | os.PathLike) -> None:
+    """
+    Draws lengths, supervised lengths, what became of the rows, and the gates, as a PNG.
+
+    Raises:
+        `ImportError`: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("The picture needs the package matplotlib: pip install hf-dflash[eval]") from None
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for axis, title, histogram in (
+        (axes[0, 0], "tokens of a row", report.lengths),
+        (axes[0, 1], "supervised tokens of a row", report.supervised_lengths),
+    ):
+        axis.stairs(histogram.counts, histogram.edges, fill=True)
+        axis.axvline(histogram.mean, color="black", linestyle="--", label=f"mean {histogram.mean:,.0f}")
+        axis.set(title=title, ylabel="rows")
+        axis.legend()
+    outcome = {"used": report.num_rows}
+    if report.counts:
+        outcome = {"used": report.counts["rows_used"], **report.counts["rows_skipped"]}
+    axes[1, 0].barh(list(outcome), list(outcome.values()), color=["tab:green"] + ["tab:red"] * (len(outcome) - 1))
+    for place, value in enumerate(outcome.values()):
+        axes[1, 0].text(value, place, f" {value:,}", va="center")
+    axes[1, 0].set(title="what became of the rows", xmargin=0.15)
+    axes[1, 0].invert_yaxis()
+    axes[1, 1].axis("off")
+    lines = [(gate.passed, _wrap(gate.message)) for gate in report.gates]
+    for place, (passed, text) in enumerate(lines):
+        axes[1, 1].text(
+            0,
+            0.95 - 0.22 * place,
+            ("pass: " if passed else "FAIL: ") + text,
+            va="top",
+            color="black" if passed else "red",
+        )
+    axes[1, 1].set(title="gates")
+    figure.savefig(path, dpi=100)
+
+
+def _wrap(text: str, width: int = 75) -> str:
+    import textwrap
+
+    return textwrap.fill(text, width)
+
+
+# ---- the command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    `hf-dflash check`.
+
+    Returns:
+        `int`: 0 if the dataset passes the gates, 1 if not. Other mistakes are exceptions, which the command line turns
+        into 2.
+    """
+    arguments = _parser().parse_args(argv)
+    dataset = load_tokenized_dataset(arguments.dataset)
+    tokenizer = _find_tokenizer(arguments.target or arguments.target_model, dataset)
+    agreement = None
+    if arguments.target_model:
+        from .agreement import measure_target_agreement
+
+        agreement = measure_target_agreement(
+            dataset, arguments.target_model, num_rows=arguments.target_rows, device=arguments.device
+        )
+    report = load_dataset_report(
+        dataset,
+        gates=DatasetGates.from_arguments(arguments),
+        tokenizer=tokenizer,
+        target_agreement=agreement,
+        num_samples=arguments.samples,
+    )
+    color = sys.stdout.isatty() if arguments.color is None else arguments.color
+    print(describe_report(report, color=color))
+    if tokenizer is None:
+        print("(token ids, because the tokenizer is not where it was: give it with --target)")
+    output = Path(arguments.output or arguments.dataset)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+    try:
+        plot_report(report, output / "report.png")
+        print(f"also in {output / 'report.json'} and {output / 'report.png'}")
+    except ImportError as error:
+        print(f"also in {output / 'report.json'}. {error}")
+    if not report.passed:
+        print("The dataset is refused. If it is right as it is, move the limit.", file=sys.stderr)
+    return 0 if report.passed else 1
+
+
+def _find_tokenizer(target: str | None, dataset: "Dataset") -> "PreTrainedTokenizerBase | None":
+    from transformers import AutoTokenizer
+
+    if target is not None:
+        return AutoTokenizer.from_pretrained(target)
+    name = ((find_manifest(dataset) or {}).get("tokenizer") or {}).get("name")
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-dflash check",
+        description="What is in a tokenized dataset, and whether it is worth training on.",
+        epilog="Exit status: 0 it passes the gates; 1 it does not; 2 an error.",
+    )
+    parser.add_argument("dataset", metavar="DIR", help="folder that `hf-dflash tokenize` has made")
+    parser.add_argument("--target", help="the target, for its tokenizer (default: where it was)")
+    parser.add_argument(
+        "--target-model", help="load this target and measure how many reply tokens are its own argmax (off by default)"
+    )
+    parser.add_argument("--target-rows", type=int, default=32, help="rows to measure that on (%(default)s)")
+    parser.add_argument("--device", default=None, help="device for --target-model (default: a GPU if there is one)")
+    parser.add_argument("--samples", type=int, default=3, help="rows to show as text (%(default)s)")
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder for report.json and report.png (default: the dataset's)"
+    )
+    parser.add_argument("--color", action=argparse.BooleanOptionalAction, default=None, help="colour supervised text")
+    DatasetGates.add_arguments(parser)
+    return parser

@@ -3,10 +3,11 @@
 """
 Where completions come from: JSONL files (plain or .gz), folders, globs, `s3://` prefixes, Hub datasets.
 
-Sources are listed in a fixed order and cut into units of work of a few megabytes. A unit is read line by line, knows the
-number of its first line, and gives the same rows wherever and however often it is read.
+Sources are listed in a fixed order and put into units of work of a few megabytes. A part of a file knows the number of
+its first line, and gives the same rows wherever and however often it is read.
 """
 
+import functools
 import glob
 import gzip
 import hashlib
@@ -27,8 +28,10 @@ from hf_dflash.object_store import ObjectStore, is_object_uri
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 HUB_PREFIX = "hub://"
 
-# Plain local files are cut into units of about this size, so that one large file keeps all workers busy.
+# Plain local files are cut into parts of about this size, so that one large file keeps all workers busy; small files and
+# objects are put together up to this size, and this many.
 UNIT_BYTES = 16 * 2**20
+UNIT_PARTS = 64
 # Rows of a Hub dataset in a unit.
 UNIT_ROWS = 10_000
 # A longer line is not read into memory: it cannot be a conversation.
@@ -60,7 +63,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Unit:
+class Part:
     """
     A part of source number `source`: the lines that start at bytes `start` .. `end - 1`, the first of which is line
     `first_line` (from 1). For a Hub dataset, rows `start` .. `end - 1`.
@@ -121,24 +124,35 @@ def list_sources(
     return sorted(result, key=lambda source: source.uri)
 
 
-def cut_into_units(sources: list[Source]) -> list[Unit]:
-    """Cuts sources into units of work, in order. Large plain files are read once, to find where their lines start."""
-    units = []
+def cut_into_units(sources: list[Source]) -> list[list[Part]]:
+    """
+    Cuts large sources into parts and puts small ones together, so that units of work are of about the same size. Large
+    plain files are read once, to find where their lines start.
+    """
+    units: list[list[Part]] = []
+    size = UNIT_BYTES
     for index, source in enumerate(sources):
-        if source.uri.startswith(HUB_PREFIX):
-            starts = [(start, start + 1) for start in range(0, source.size, UNIT_ROWS)]
+        is_hub = source.uri.startswith(HUB_PREFIX)
+        if is_hub:
+            starts = [(start, start + 1) for start in range(0, source.size, UNIT_ROWS)] or [(0, 1)]
         elif is_object_uri(source.uri) or source.uri.endswith(".gz"):
             starts = [(0, 1)]
         else:
             starts = _find_unit_starts(source)
         ends = [start for start, _ in starts[1:]] + [source.size]
         for (start, first_line), end in zip(starts, ends, strict=True):
-            units.append(Unit(index, start, end, first_line))
+            part = Part(index, start, end, first_line)
+            part_size = UNIT_BYTES if is_hub else end - start
+            if not units or size + part_size > UNIT_BYTES or len(units[-1]) == UNIT_PARTS:
+                units.append([])
+                size = 0
+            units[-1].append(part)
+            size += part_size
     return units
 
 
 def _find_unit_starts(source: Source) -> list[tuple[int, int]]:
-    """(First byte, line number of the first line) of each unit of a plain file."""
+    """(First byte, line number of the first line) of each part of a plain file."""
     starts = [(0, 1)]
     if source.size <= UNIT_BYTES:
         return starts
@@ -186,9 +200,15 @@ def _describe_file(path: Path, known: Source | None) -> Source:
     return Source(str(path), status.st_size, digest.hexdigest(), status.st_mtime_ns)
 
 
+@functools.lru_cache(maxsize=1)
+def _store(endpoint_url: str | None) -> ObjectStore:
+    return ObjectStore(endpoint_url=endpoint_url)
+
+
 def _list_objects(uri: str, endpoint_url: str | None) -> list[Source]:
-    store = ObjectStore(endpoint_url=endpoint_url)
-    objects = [item for item in store.list_objects(uri) if item.uri == uri or item.uri.endswith(SUFFIXES)]
+    objects = [
+        item for item in _store(endpoint_url).list_objects(uri) if item.uri == uri or item.uri.endswith(SUFFIXES)
+    ]
     if not objects:
         raise FileNotFoundError(f"{uri} holds no object that ends with {', '.join(SUFFIXES)}.")
     return [Source(item.uri, item.size, item.etag) for item in objects]
@@ -199,6 +219,7 @@ def _describe_hub_dataset(uri: str, split: str) -> Source:
     return Source(f"{uri}#{split}", len(dataset), dataset._fingerprint)
 
 
+@functools.lru_cache(maxsize=1)
 def load_hub_dataset(uri: str):
     """Loads `hub://name[/config]#split`, from the Hub or its local cache (or a local folder of data files)."""
     try:
@@ -212,9 +233,9 @@ def load_hub_dataset(uri: str):
     return datasets.load_dataset(name, config, split=split)
 
 
-def read_rows(source: Source, unit: Unit, *, endpoint_url: str | None = None) -> Iterator[tuple[int, bytes | dict]]:
+def read_rows(source: Source, part: Part, *, endpoint_url: str | None = None) -> Iterator[tuple[int, bytes | dict]]:
     """
-    Reads the rows of a unit.
+    Reads the rows of a part of a source.
 
     Yields:
         `tuple[int, bytes | dict]`: line number (from 1), and the line without its line end: bytes, cut to
@@ -222,15 +243,15 @@ def read_rows(source: Source, unit: Unit, *, endpoint_url: str | None = None) ->
     """
     if source.uri.startswith(HUB_PREFIX):
         dataset = load_hub_dataset(source.uri)
-        for row in range(unit.start, unit.end):
+        for row in range(part.start, part.end):
             yield row + 1, dataset[row]
         return
     with _open(source.uri, endpoint_url) as file:
-        if unit.start:
-            file.seek(unit.start)
-        # An object or a compressed file is one unit. Its size is not that of the text in it, so it is read to its end.
-        end = math.inf if is_object_uri(source.uri) or source.uri.endswith(".gz") else unit.end
-        position, number = unit.start, unit.first_line
+        if part.start:
+            file.seek(part.start)
+        # An object or a compressed file is one part. Its size is not that of the text in it, so it is read to its end.
+        end = math.inf if is_object_uri(source.uri) or source.uri.endswith(".gz") else part.end
+        position, number = part.start, part.first_line
         while position < end:
             line = file.readline(MAX_LINE_BYTES + 1)
             if not line:
@@ -250,7 +271,7 @@ def read_rows(source: Source, unit: Unit, *, endpoint_url: str | None = None) ->
 def _open(uri: str, endpoint_url: str | None) -> IO[bytes]:
     if is_object_uri(uri):
         file = tempfile.TemporaryFile()
-        ObjectStore(endpoint_url=endpoint_url).download_to(uri, file)
+        _store(endpoint_url).download_to(uri, file)
         file.seek(0)
     else:
         file = open(uri, "rb")

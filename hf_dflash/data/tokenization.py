@@ -8,7 +8,7 @@ The folder is what `datasets.load_from_disk` reads, and beside it:
     manifest.json       sources, tokenizer, template, options, units of work, counts; written first, completed last
     skipped.jsonl       one line for each row or turn that gave no sample: file, line, turn, reason, detail
     unit-00000.arrow    the samples of one unit of work (see sources.py)
-    unit-00000.json     what happened in it; its presence says that the unit is done
+    unit-00000.json     only in a folder that is not finished: what happened in the unit, and that it is done
 
 Nothing in the folder depends on the number of workers, on the time, or on how often the run was stopped.
 
@@ -47,9 +47,9 @@ import numpy as np
 from hf_dflash.object_store import ObjectStore
 
 from .chat import ChatRenderer, ChatSample
-from .checks import DatasetGates, DatasetRefused, hash_reply, run_gates
+from .checks import DatasetGates, DatasetRefused, describe_counts, hash_reply, run_gates
 from .conversations import ROLES, SKIP_REASONS, RowSkipped, TokenizedRow, read_row
-from .sources import MAX_LINE_BYTES, Source, Unit, cut_into_units, digest_of, list_sources, read_rows
+from .sources import MAX_LINE_BYTES, Part, Source, cut_into_units, digest_of, list_sources, read_rows
 
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 
-# Rows that are read, rendered and tokenized together. Arrow record batches hold the samples of as many rows.
+# Rows that are read, rendered and tokenized together; their samples are one Arrow record batch.
 _BATCH_ROWS = 256
+_BATCH_BYTES = 4 * 2**20
 
 # `row_id` = source << 44 | line << 12 | turn: unique, and the same however the work was cut and spread.
 _LINE_BITS, _TURN_BITS = 32, 12
@@ -219,7 +220,7 @@ def _describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict:
     else:
         content = json.dumps([tokenizer.get_vocab(), str(tokenizer.added_tokens_decoder)], sort_keys=True)
     return {
-        "class": type(tokenizer).__name__.removesuffix("Fast"),
+        "name": tokenizer.name_or_path,
         "size": len(tokenizer),
         "digest": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
         "chat_template_digest": digest_of(tokenizer.chat_template),
@@ -245,7 +246,7 @@ def _start_or_resume(output_dir, sources, tokenizer, options, endpoint_url, spli
             raise ValueError(
                 f"{output_dir} holds something else ({', '.join(sorted(strangers)[:3])}): choose an empty folder."
             )
-        manifest["units"] = [asdict(unit) for unit in cut_into_units(found)]
+        manifest["units"] = [[asdict(part) for part in unit] for unit in cut_into_units(found)]
         _write_json(path, manifest)
         return manifest
     differences = _differences(earlier, manifest)
@@ -265,6 +266,8 @@ def _differences(earlier: dict, now: dict) -> list[str]:
         result.append(f"format version: {earlier['format_version']}, now {now['format_version']}")
     for part in ("tokenizer", "options"):
         for name, value in now[part].items():
+            if name == "name":
+                continue  # the same tokenizer may lie elsewhere
             if earlier[part].get(name) != value:
                 result.append(f"{name}: {earlier[part].get(name)!r}, now {value!r}")
     before, after = ({s["uri"]: (s["size"], s["version"]) for s in run["sources"]} for run in (earlier, now))
@@ -293,7 +296,7 @@ def _locked(output_dir: Path) -> Iterator[None]:
 
 def _write_json(path: Path, content: Any) -> None:
     """Writes a file at once: whoever reads it finds the old content or the new one."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     os.replace(partial, path)
 
@@ -304,15 +307,13 @@ def _write_json(path: Path, content: Any) -> None:
 def _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disable_tqdm) -> None:
     from tqdm.auto import tqdm
 
-    units = [Unit(**unit) for unit in manifest["units"]]
-    todo = [index for index in range(len(units)) if not _unit_path(output_dir, index, ".json").exists()]
-    sizes = [unit.end - unit.start for unit in units]
+    sizes = [sum(part["end"] - part["start"] for part in unit) for unit in manifest["units"]]
+    todo = [index for index in range(len(sizes)) if not _unit_path(output_dir, index, ".json").exists()]
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), max(1, len(todo)))
     worker = (str(output_dir), manifest, tokenizer, endpoint_url)
-    done = set(range(len(units))) - set(todo)
     with tqdm(
         total=sum(sizes),
-        initial=sum(sizes[index] for index in done),
+        initial=sum(sizes) - sum(sizes[index] for index in todo),
         unit="B",
         unit_scale=True,
         desc="Tokenizing",
@@ -345,7 +346,7 @@ class _Worker:
         options = manifest["options"]
         self.output_dir = Path(output_dir)
         self.sources = [Source(**source) for source in manifest["sources"]]
-        self.units = [Unit(**unit) for unit in manifest["units"]]
+        self.units = [[Part(**part) for part in unit] for unit in manifest["units"]]
         self.endpoint_url = endpoint_url
         self.roles = {**ROLES, **options["extra_roles"]}
         self.min_supervised_tokens = options["min_supervised_tokens"]
@@ -364,19 +365,19 @@ class _Worker:
         """
         import pyarrow as pa
 
-        source = self.sources[self.units[index].source]
         counts = _new_counts()
         arrow = _unit_path(self.output_dir, index, ".arrow")
-        partial = arrow.with_name(arrow.name + ".partial")
-        partial_skipped = _unit_path(self.output_dir, index, ".skipped.jsonl.partial")
+        # The process in the name: workers of a run that was killed may still be at their last unit.
+        partial = _unit_path(self.output_dir, index, f".arrow.{os.getpid()}.partial")
+        partial_skipped = _unit_path(self.output_dir, index, f".skipped.jsonl.{os.getpid()}.partial")
         schema = dataset_features().arrow_schema
         with (
             open(partial, "wb") as file,
             pa.ipc.new_stream(file, schema) as writer,
             open(partial_skipped, "w", encoding="utf-8") as self._skipped,
         ):
-            for batch in self._batches(read_rows(source, self.units[index], endpoint_url=self.endpoint_url)):
-                samples = self._process_rows(self.units[index].source, source.uri, batch, counts)
+            for batch in self._batches(self.units[index]):
+                samples = self._process_rows(batch, counts)
                 if samples:
                     writer.write_batch(_record_batch(samples, schema))
         os.replace(partial, arrow)
@@ -384,23 +385,24 @@ class _Worker:
         _write_json(_unit_path(self.output_dir, index, ".json"), counts)
         return counts
 
-    @staticmethod
-    def _batches(rows: Iterator[tuple[int, bytes | dict]]) -> Iterator[list[tuple[int, bytes | dict]]]:
+    def _batches(self, unit: list[Part]) -> Iterator[list[tuple[int, int, bytes | dict]]]:
+        """Rows as (source, line, content), some at a time."""
         batch, size = [], 0
-        for number, row in rows:
-            batch.append((number, row))
-            size += len(row) if isinstance(row, bytes) else 0
-            if len(batch) == _BATCH_ROWS or size > 2**22:
-                yield batch
-                batch, size = [], 0
+        for part in unit:
+            for line, content in read_rows(self.sources[part.source], part, endpoint_url=self.endpoint_url):
+                batch.append((part.source, line, content))
+                size += len(content) if isinstance(content, bytes) else 0
+                if len(batch) == _BATCH_ROWS or size > _BATCH_BYTES:
+                    yield batch
+                    batch, size = [], 0
         if batch:
             yield batch
 
-    def _process_rows(self, source_id: int, uri: str, batch: list, counts: dict) -> list[tuple[int, int, ChatSample]]:
+    def _process_rows(self, batch: list, counts: dict) -> list[tuple[int, int, ChatSample]]:
         """The samples of some rows, as (source, row_id, sample); the others are counted and written down."""
-        outcomes = []  # (line, what became of each turn)
+        outcomes = []  # (source, line, what became of each turn)
         turns = []
-        for line, content in batch:
+        for source_id, line, content in batch:
             if isinstance(content, bytes) and not content.strip():
                 counts["blank_lines"] += 1
                 continue
@@ -409,13 +411,15 @@ class _Worker:
                 found = [row] if isinstance(row, TokenizedRow) else self.renderer.turns(row)
             except RowSkipped as skipped:
                 found = [skipped]
-            outcomes.append((line, found))
+            outcomes.append((source_id, line, found))
             turns += [turn for turn in found if not isinstance(turn, RowSkipped)]
         tokenized = iter(self.renderer.samples(turns))
 
         samples = []
-        for line, found in outcomes:
+        for source_id, line, found in outcomes:
             counts["rows"] += 1
+            of_source = counts["of_sources"].setdefault(str(source_id), {"rows": 0, "samples": 0})
+            of_source["rows"] += 1
             results = [turn if isinstance(turn, RowSkipped) else self._check(next(tokenized)) for turn in found]
             good = [(turn, result) for turn, result in enumerate(results) if isinstance(result, ChatSample)]
             bad = [(turn, result) for turn, result in enumerate(results) if isinstance(result, RowSkipped)]
@@ -423,6 +427,7 @@ class _Worker:
                 row_id = (source_id << _LINE_BITS | line) << _TURN_BITS | turn
                 samples.append((source_id, row_id, sample))
                 counts["samples"] += 1
+                of_source["samples"] += 1
                 counts["tokens"] += len(sample.input_ids)
                 counts["supervised_tokens"] += sum(sample.loss_mask)
                 counts["cut"] += sample.is_cut
@@ -435,7 +440,7 @@ class _Worker:
                 if good or number == 0:
                     counts[kind][skipped.reason] = counts[kind].get(skipped.reason, 0) + 1
                 entry = {
-                    "source": uri,
+                    "source": self.sources[source_id].uri,
                     "line": line,
                     "turn": turn,
                     "reason": skipped.reason,
@@ -485,7 +490,8 @@ def _new_counts() -> dict:
         "supervised_tokens": 0,
         "cut": 0,
         "empty_thinking": 0,
-        "first_skipped": {},
+        "first_skipped": {},  # reason -> the first row or turn that was skipped for it
+        "of_sources": {},  # source -> its rows and samples
     }
 
 
@@ -580,18 +586,10 @@ def _finish(output_dir: Path, manifest: dict) -> dict:
     import datasets
 
     total = _new_counts()
-    per_source = [Counter() for _ in manifest["sources"]]
     files = []
-    for index, unit in enumerate(manifest["units"]):
+    for index in range(len(manifest["units"])):
         counts = json.loads(_unit_path(output_dir, index, ".json").read_text())
-        for name, value in counts.items():
-            if name == "first_skipped":
-                total[name] = value | total[name]
-            elif isinstance(value, dict):
-                total[name] = dict(sorted((Counter(total[name]) + Counter(value)).items()))
-            else:
-                total[name] += value
-        per_source[unit["source"]].update(rows=counts["rows"], samples=counts["samples"])
+        _add_counts(total, counts)
         if counts["samples"]:
             files.append(_unit_path(output_dir, index, ".arrow").name)
     files = files or [_unit_path(output_dir, 0, ".arrow").name]
@@ -606,7 +604,6 @@ def _finish(output_dir: Path, manifest: dict) -> dict:
         **manifest,
         "status": "finished",
         "counts": total,
-        "source_counts": [{name: counts[name] for name in ("rows", "samples")} for counts in per_source],
     }
     datasets.DatasetInfo(features=dataset_features()).write_to_directory(str(output_dir))
     state = {
@@ -623,11 +620,24 @@ def _finish(output_dir: Path, manifest: dict) -> dict:
     return manifest
 
 
+def _add_counts(total: dict, counts: dict) -> None:
+    for name, value in counts.items():
+        if name == "first_skipped":
+            total[name] = dict(sorted((value | total[name]).items()))
+        elif name == "of_sources":
+            for source, of_source in value.items():
+                total[name][source] = dict(Counter(total[name].get(source, {})) + Counter(of_source))
+        elif isinstance(value, dict):
+            total[name] = dict(sorted((Counter(total[name]) + Counter(value)).items()))
+        else:
+            total[name] += value
+
+
 def _remove_leftovers(output_dir: Path) -> None:
-    """Files that a stopped run may leave behind in a folder that is finished."""
-    for pattern in ("*.partial", "unit-*.skipped.jsonl"):
+    """What a finished folder needs no more: the state of its units, and what a stopped run has left."""
+    for pattern in ("*.partial", "unit-*.json", "unit-*.skipped.jsonl"):
         for path in output_dir.glob(pattern):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _check_that_sources_are_usable(output_dir: Path, manifest: dict, sources) -> None:
@@ -635,11 +645,14 @@ def _check_that_sources_are_usable(output_dir: Path, manifest: dict, sources) ->
     Refuses a dataset without samples, and a source that was named (not found in a folder or under a prefix) without any.
     """
     named = {str(source) for source in ([sources] if isinstance(sources, (str, os.PathLike)) else sources)}
-    counts = dict(zip((source["uri"] for source in manifest["sources"]), manifest["source_counts"], strict=True))
-    for uri in [uri for uri in counts if uri in named] + [None]:
-        rows = counts[uri]["rows"] if uri else manifest["counts"]["rows"]
-        samples = counts[uri]["samples"] if uri else manifest["counts"]["samples"]
-        name = uri or f"The {len(counts)} sources together"
+    places = [
+        (str(index), source["uri"]) for index, source in enumerate(manifest["sources"]) if source["uri"] in named
+    ]
+    total = manifest["counts"]
+    for index, uri in [*places, (None, None)]:
+        counts = total["of_sources"].get(index, {}) if index else total
+        rows, samples = counts.get("rows", 0), counts.get("samples", 0)
+        name = uri or f"The {len(manifest['sources'])} sources together"
         if rows == 0:
             raise ValueError(f"{name}: empty, there is not one row.")
         if samples == 0:
@@ -706,24 +719,6 @@ def main(argv: list[str] | None = None) -> int:
     counts = manifest["counts"]
     skipped = counts["rows"] - counts["rows_used"] + sum(counts["turns_skipped"].values())
     return 3 if skipped > arguments.allow_skipped * counts["rows"] else 0
-
-
-def describe_counts(manifest: dict) -> str:
-    """What became of every row, as lines for a reader."""
-    counts = manifest["counts"]
-    lines = [
-        f"rows read      {counts['rows']:>12,}  from {len(manifest['sources'])} sources"
-        + (f" ({counts['blank_lines']:,} blank lines beside)" if counts["blank_lines"] else ""),
-        f"rows used      {counts['rows_used']:>12,}  {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
-        f"{counts['supervised_tokens']:,} supervised",
-    ]
-    for title, kind in (("rows skipped", "rows_skipped"), ("turns skipped", "turns_skipped")):
-        if counts[kind]:
-            lines.append(f"{title:<15}{sum(counts[kind].values()):>12,}")
-        for reason, count in sorted(counts[kind].items(), key=lambda item: -item[1]):
-            first = counts["first_skipped"][reason]
-            lines.append(f"  {reason:<22}{count:>8,}  first: {first['source']}:{first['line']}: {first['detail']}")
-    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:

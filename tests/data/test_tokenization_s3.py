@@ -1,0 +1,144 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The whole way through a real S3 server on loopback: list, tokenize, kill -9, go on, upload, kill -9, go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import boto3
+import pytest
+from s3_server import running_s3
+from tiny_tokenizers import THINKING_TEMPLATE, make_tokenizer
+
+from hf_dflash.data.tokenization import main, tokenize_completions
+from hf_dflash.object_store import ObjectStore
+
+
+NUM_OBJECTS = 1805
+ROWS_PER_OBJECT = 2
+
+
+def lines_of_object(number):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {number} times {row}?"},
+                {
+                    "role": "assistant",
+                    "reasoning_content": f"I multiply {number} by {row}.",
+                    "content": f"The product of {number} and {row} is {number * row}, which is the answer.",
+                },
+            ]
+        }
+        for row in range(ROWS_PER_OBJECT)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    if number % 100 == 7:
+        lines[1] = lines[1][:40]
+    return "\n".join(lines).encode()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with running_s3() as url:
+        client = boto3.client("s3")
+        with ThreadPoolExecutor(4) as pool:
+            list(
+                pool.map(
+                    lambda number: client.put_object(
+                        Bucket="bucket", Key=f"completions/part-{number:05d}.jsonl", Body=lines_of_object(number)
+                    ),
+                    range(NUM_OBJECTS),
+                )
+            )
+        client.put_object(Bucket="bucket", Key="completions/_SUCCESS", Body=b"")
+        yield url
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    make_tokenizer(THINKING_TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def run_and_kill(arguments, is_far_enough):
+    """Runs the command in a process of its own, and kills that with SIGKILL in the middle of its work."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_dflash.cli", "tokenize", *map(str, arguments)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.time() + 200
+    while not is_far_enough():
+        assert process.poll() is None, process.stderr.read().decode()[-2000:]
+        assert time.time() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def content_of(folder):
+    """Files and their content, but for where the sources lie and how often they were looked at."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    for name in ("manifest.json", "skipped.jsonl", "state.json"):
+        files.pop(name)
+    return files
+
+
+def test_a_run_killed_twice_ends_with_the_result_of_one_that_was_not(s3, target, tmp_path):
+    # The same objects as local files, in one go: what must come out.
+    local = tmp_path / "local"
+    local.mkdir()
+    for number in range(NUM_OBJECTS):
+        (local / f"part-{number:05d}.jsonl").write_bytes(lines_of_object(number))
+    expected = tokenize_completions(local, str(target), tmp_path / "expected", num_workers=1, disable_tqdm=True)
+
+    output = tmp_path / "output"
+    arguments = ["s3://bucket/completions/", "--target", target, "--output", output, "--num-workers", 1, "--quiet"]
+    run_and_kill(arguments, lambda: len(list(output.glob("unit-*.json"))) >= 5)
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["status"] == "running" and len(manifest["sources"]) == NUM_OBJECTS
+    done = {path: path.stat().st_mtime_ns for path in output.glob("unit-*.arrow")}
+    assert 5 <= len(done) < len(manifest["units"])
+
+    # Going on, with another number of workers, and killed again while uploading.
+    store = ObjectStore()
+    arguments += ["--upload-to", "s3://bucket/tokenized"]
+    arguments[arguments.index("--num-workers") + 1] = 2
+    run_and_kill(arguments, lambda: len(store.list_objects("s3://bucket/tokenized/")) >= 3)
+    assert not store.exists("s3://bucket/tokenized/manifest.json")  # its presence says that all is there
+    assert all(path.stat().st_mtime_ns == time for path, time in done.items())  # not done again
+
+    assert main(list(map(str, arguments))) == 3  # done; 18 rows were damaged
+    assert content_of(output) == content_of(tmp_path / "expected")
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["counts"]["rows"] == NUM_OBJECTS * ROWS_PER_OBJECT
+    assert manifest["counts"]["rows_skipped"] == {"bad_json": 18}
+    assert len(expected) == NUM_OBJECTS * ROWS_PER_OBJECT - 18
+    first = manifest["counts"]["first_skipped"]["bad_json"]
+    assert (first["source"], first["line"]) == ("s3://bucket/completions/part-00007.jsonl", 2)
+
+    store.download_folder("s3://bucket/tokenized", tmp_path / "downloaded")
+    assert content_of(tmp_path / "downloaded") == content_of(output)
+    assert (tmp_path / "downloaded" / "manifest.json").read_bytes() == (output / "manifest.json").read_bytes()
+
+
+def test_a_prefix_without_jsonl_and_an_object_that_has_changed_are_errors(s3, target, tmp_path):
+    with pytest.raises(FileNotFoundError, match="s3://bucket/nothing/ holds no object"):
+        tokenize_completions("s3://bucket/nothing/", str(target), tmp_path / "out", disable_tqdm=True)
+    source = "s3://bucket/completions/part-00001.jsonl"
+    options = {"num_workers": 1, "disable_tqdm": True}
+    tokenize_completions(source, str(target), tmp_path / "one", **options)
+    boto3.client("s3").put_object(Bucket="bucket", Key=source.removeprefix("s3://bucket/"), Body=lines_of_object(9))
+    with pytest.raises(ValueError, match=f"changed source: {source}"):
+        tokenize_completions(source, str(target), tmp_path / "one", **options)

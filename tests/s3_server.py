@@ -1,0 +1,37 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""A real S3 server on the loopback interface (moto's), for tests that go through boto3 and the network."""
+
+import logging
+import os
+from contextlib import contextmanager
+from unittest import mock
+
+import boto3
+
+
+# What boto3's own chain finds; the server accepts anything.
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "testing-key",
+    "AWS_SECRET_ACCESS_KEY": "testing-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@contextmanager
+def running_s3(bucket: str = "bucket"):
+    """Starts a server with one bucket, in this process's environment too; yields its URL."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    try:
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url}):
+            boto3.client("s3").create_bucket(Bucket=bucket)
+            yield url
+    finally:
+        server.stop()
