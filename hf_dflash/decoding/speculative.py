@@ -280,7 +280,8 @@ class _SpeculativeLoop:
 
                 remaining = self._emit(active, chosen, [tokens[: 1 + n] for n, *tokens in on_host], is_block=True)
                 if remaining and len(remaining) < len(active):
-                    places = [active.index(i) for i in remaining]
+                    going_on = set(remaining)
+                    places = [place for place, i in enumerate(active) if i in going_on]
                     features, fresh = features[places], [fresh[place] for place in places]
                     target_cache.select_rows(places)
                     drafter_cache.select_rows(places)
@@ -368,20 +369,23 @@ class _SpeculativeLoop:
         ).logits
 
     def _prefixes(self, active: list[int], drafts: torch.LongTensor) -> list[torch.Tensor]:
-        """For each row, all its tokens and the drafts behind them, for processors that look at earlier tokens."""
-        prefixes = []
-        for i, row_drafts in zip(active, drafts, strict=True):
-            end = self.rows[i].length + row_drafts.shape[0]
-            self.tokens[i, self.rows[i].length : end] = row_drafts
-            prefixes.append(self.tokens[i, :end])
-        return prefixes
+        """For each row, all its tokens and the drafts behind them, where a processor looks at earlier tokens."""
+        if all(is_prefix_free(processor) for processor in self.logits_processor):
+            return []
+        self._write(active, drafts)
+        return [self.tokens[i, : self.rows[i].length + drafts.shape[1]] for i in active]
+
+    def _write(self, active: list[int], tokens: torch.LongTensor) -> None:
+        """Puts tokens behind what each row holds, where they may be overwritten."""
+        columns = torch.tensor([self.rows[i].length for i in active])[:, None] + torch.arange(tokens.shape[1])
+        self.tokens[torch.tensor(active)[:, None], columns] = tokens
 
     def _emit(self, active: list[int], chosen: torch.Tensor, emitted: list[list[int]], is_block: bool) -> list[int]:
         """Appends the emitted tokens to their rows, cut where plain decoding would stop, and returns the rows that go on."""
+        self._write(active, chosen)
         going_on = []
-        for i, row_chosen, tokens in zip(active, chosen, emitted, strict=True):
+        for i, tokens in zip(active, emitted, strict=True):
             row = self.rows[i]
-            self.tokens[i, row.length : row.length + len(tokens)] = row_chosen[: len(tokens)]
             count, is_finished = self._count_until_end(i, tokens)
             row.generated += tokens[:count]
             if is_block:
