@@ -175,6 +175,11 @@ def compute_dflash_loss(
         slot_indices = supervised.flatten().nonzero().squeeze(1)
     if target_hidden_states is not None and target_hidden_states.dim() == 3:
         target_hidden_states = target_hidden_states.reshape(-1, target_hidden_states.shape[-1])[slot_indices]
+    if kept_blocks is not None:
+        kept_slots = kept_blocks[slot_indices // num_drafts]
+        if target_hidden_states is not None:
+            # A zero weight does not silence NaN.
+            target_hidden_states = torch.where(kept_slots[:, None], target_hidden_states, 0)
 
     slot_labels = labels.flatten()[slot_indices]
     losses, predictions = _SlotLosses.apply(
@@ -195,7 +200,7 @@ def compute_dflash_loss(
         weights = dpace_weights(confidences, supervised, dpace_alpha).flatten()[slot_indices]
         own_denominator = supervised.sum().to(losses.dtype)
     if kept_blocks is not None:
-        weights = weights * kept_blocks[slot_indices // num_drafts]
+        weights = weights * kept_slots
 
     if denominator is None:
         denominator = own_denominator
