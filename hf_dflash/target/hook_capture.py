@@ -28,7 +28,8 @@ class HookCapture:
     """
 
     def __init__(self, model, layer_ids: list[int]):
-        layers = getattr(model.get_decoder(), "layers", None)
+        self._decoder = model.get_decoder()
+        layers = getattr(self._decoder, "layers", None)
         if layers is None:
             raise ValueError(f"{type(model).__name__} has no `get_decoder().layers` to take features from.")
         check_target_layer_ids(layer_ids, len(layers))
@@ -37,6 +38,8 @@ class HookCapture:
         self._handles = []
 
     def __enter__(self) -> "HookCapture":
+        # A pass that is stopped half-way must not leave layers of two passes side by side.
+        self._handles.append(self._decoder.register_forward_pre_hook(lambda module, args: self.clear()))
         for index, layer in enumerate(self._layers):
             self._handles.append(layer.register_forward_hook(self._keep(index)))
         return self
