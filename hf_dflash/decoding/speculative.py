@@ -246,8 +246,9 @@ class _SpeculativeLoop:
         drafter_cache = RollbackCache(DynamicCache(config=self.drafter.config), [0] * len(rows))
         drafter_cache.record()
 
-        config = self.drafter.config
-        with FeatureCapture(self.target, config.target_layer_ids, self.drafter.device, self.drafter.dtype) as capture:
+        layer_ids = self.drafter.config.target_layer_ids
+        capture = FeatureCapture(self.target, layer_ids, self.drafter.device, self.drafter.dtype)
+        with capture, target_cache:
             logits = self._prefill(input_ids, prompt_mask, cache)
             target_cache.record()
             features, fresh = _align_left(capture.take(), lengths), lengths

@@ -58,19 +58,31 @@ class RollbackCache:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()
 
-    def snapshot(self) -> None:
-        """Copies the recurrent states and watches what the recurrent mixers are given, until [`keep`]."""
-        for index, layer in self.recurrent_layers.items():
-            self._snapshot[index] = (_clone(layer.conv_states), _clone(layer.recurrent_states))
-            self._handles.append(
-                self._mixers[index].register_forward_pre_hook(self._make_hook(index), with_kwargs=True)
-            )
+    def __enter__(self) -> "RollbackCache":
+        """Watches what the recurrent mixers are given. Once for a whole generation: compiled code would be compiled anew if
+        hooks came and went."""
+        for index, mixer in self._mixers.items():
+            self._handles.append(mixer.register_forward_pre_hook(self._make_hook(index), with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._mixer_inputs.clear()
 
     def _make_hook(self, index: int):
         def hook(module, arguments, keywords):
             self._mixer_inputs[index] = (arguments, keywords)
 
         return hook
+
+    def snapshot(self) -> None:
+        """Copies the recurrent states, so that [`keep`] can go back to them."""
+        self._snapshot = {
+            index: (_clone(layer.conv_states), _clone(layer.recurrent_states))
+            for index, layer in self.recurrent_layers.items()
+        }
 
     def keep(self, num_new: int, kept: list[int], num_behind: int = 0) -> None:
         """
@@ -82,13 +94,7 @@ class RollbackCache:
             num_behind (`int`, *optional*, defaults to 0): further tokens behind them that every row forgets (a drafter's
                 slots behind its context).
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         self._restore_recurrent_layers(num_new, kept)
-        self._snapshot.clear()
-        self._mixer_inputs.clear()
-
         self.row_lengths = [length + count for length, count in zip(self.row_lengths, kept, strict=True)]
         if len(kept) == 1:
             for layer in self.attention_layers:
@@ -102,11 +108,16 @@ class RollbackCache:
         # Rows that keep everything have the right state already.
         groups = {count: [r for r, c in enumerate(kept) if c == count] for count in set(kept) if count < num_new}
         for index, layer in self.recurrent_layers.items():
+            inputs = self._mixer_inputs.pop(index)
             for count, rows in groups.items():
-                self._replay(index, layer, count, None if len(groups) == 1 and len(rows) == len(kept) else rows)
+                self._replay(index, layer, inputs, count, rows if len(rows) < len(kept) else None)
+        self._snapshot.clear()
+        self._mixer_inputs.clear()
 
-    def _replay(self, index: int, layer: LinearAttentionLayer, count: int, rows: list[int] | None) -> None:
-        arguments, keywords = self._mixer_inputs[index]
+    def _replay(
+        self, index: int, layer: LinearAttentionLayer, inputs: tuple, count: int, rows: list[int] | None
+    ) -> None:
+        arguments, keywords = inputs
         held = (layer.conv_states, layer.recurrent_states)
         picked = tuple(_pick(states, rows) for states in self._snapshot[index])
         layer.conv_states, layer.recurrent_states = picked
