@@ -1,0 +1,182 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import json
+
+import pytest
+import torch
+from oracle_drafter import make_drafter, make_oracle
+from tiny_models import make_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_dflash.cli import main as hf_dflash
+from hf_dflash.evaluation.benchmark import (
+    AcceptanceReport,
+    PromptResult,
+    encode_prompt,
+    find_first_difference,
+    load_prompts,
+    measure_acceptance,
+)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'user' if m.role == 'user' else 'assistant' }} {{ m.content }} end {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% if enable_thinking %}think {% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = ["pad", "begin", "stop", "user", "assistant", "end", "think"] + [f"w{i}" for i in range(7, 96)]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w7"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, pad_token="pad", eos_token="stop")
+
+
+def make_result(acceptance_lengths, domain="a", **fields):
+    defaults = {
+        "id": "x",
+        "num_prompt_tokens": 3,
+        "num_new_tokens": 1 + sum(acceptance_lengths),
+        "num_target_passes": 1 + len(acceptance_lengths),
+        "seconds": 1.0,
+    }
+    return PromptResult(domain=domain, acceptance_lengths=acceptance_lengths, **{**defaults, **fields})
+
+
+def test_summary_names_both_means_and_splits_them_by_slot_and_domain():
+    report = AcceptanceReport(
+        {"block_size": 5},
+        [
+            make_result([5, 1, 3], plain_seconds=4.0, num_plain_tokens=10, first_difference=-1),
+            make_result([2], domain="b", plain_seconds=2.0, num_plain_tokens=3, first_difference=1),
+            make_result([], domain="b", plain_seconds=0.5, num_plain_tokens=1, first_difference=-1),
+        ],
+    )
+    summary = report.summary()
+    assert summary["acceptance_length_micro"] == 11 / 4
+    assert summary["acceptance_length_macro"] == (3 + 2) / 2
+    assert summary["acceptance_by_slot"] == [3 / 4, 2 / 4, 1 / 4, 1 / 4]
+    assert 1 + sum(summary["acceptance_by_slot"]) == summary["acceptance_length_micro"]
+    assert summary["acceptance_histogram"] == [1, 1, 1, 0, 1]
+    assert summary["target_passes_per_token"] == (4 + 2 + 1) / (10 + 3 + 1)
+    assert summary["speedup"] == pytest.approx((14 / 3) / (14 / 6.5))
+    # At that length a block would take exactly the time of as many plain tokens.
+    assert summary["break_even_acceptance_length"] == pytest.approx((3 / 4) * (14 / 6.5))
+    assert (summary["num_identical"], summary["num_compared"]) == (2, 3)
+    assert report.summary("b")["acceptance_length_micro"] == 2
+    table = report.to_markdown().splitlines()
+    assert [line.split(" | ")[0] for line in table[2:5]] == ["| a", "| b", "| all"]
+
+
+def test_decoding_prompts_gives_what_an_oracle_dictates(tokenizer):
+    target = make_target("qwen3_5", torch.float64)
+    rows = [
+        {"id": "one", "messages": [{"role": "user", "content": "w9 w10"}]},
+        {"id": "two", "prompt": "w33", "domain": "other"},
+    ]
+    sequences = []
+    for row in rows:
+        input_ids = encode_prompt(tokenizer, row.get("messages") or [{"role": "user", "content": "w33"}], True)
+        mask = torch.ones_like(input_ids)
+        sequences.append(
+            target.generate(input_ids, attention_mask=mask, max_new_tokens=40, eos_token_id=10_000)[0].tolist()
+        )
+    oracle = make_oracle(target, block_size=4).plan(sequences, lambda: 2)
+    report = measure_acceptance(
+        target, oracle, rows, tokenizer, max_new_tokens=10, eos_token_id=10_000, progress=False
+    )
+    assert [r.acceptance_lengths for r in report.results] == [[3, 3, 3], [3, 3, 3]]
+    assert [r.first_difference for r in report.results] == [-1, -1]
+    assert [r.num_target_passes for r in report.results] == [4, 4]
+    assert report.domains == ["prompts", "other"]
+    assert report.acceptance_length == 3
+    json.dumps(report.to_dict())
+
+
+def test_turns_are_asked_one_after_the_other_with_the_targets_own_answers(tokenizer):
+    target = make_target("qwen3", torch.float64)
+    drafter = make_drafter(target)
+    report = measure_acceptance(
+        target, drafter, [{"id": "talk", "turns": ["w9", "w10 w11"]}], tokenizer, max_new_tokens=6, progress=False
+    )
+    assert [r.id for r in report.results] == ["talk", "talk/turn2"]
+    first = encode_prompt(tokenizer, [{"role": "user", "content": "w9"}], True)
+    answer = target.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=6)[0, first.shape[1] :]
+    kept = [token for token in answer.tolist() if token not in tokenizer.all_special_ids]
+    # user w9 end assistant <answer> end user w10 w11 end assistant think
+    assert report.results[1].num_prompt_tokens == 4 + len(kept) + 1 + 4 + 2
+
+
+def test_thinking_is_passed_to_the_template(tokenizer):
+    messages = [{"role": "user", "content": "w9"}]
+    with_thinking = encode_prompt(tokenizer, messages, True)[0].tolist()
+    without = encode_prompt(tokenizer, messages, False)[0].tolist()
+    assert with_thinking == [*without, tokenizer.convert_tokens_to_ids("think")]
+
+
+def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys):
+    target = make_target("qwen3_5")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter(target, block_size=4).save_pretrained(tmp_path / "drafter")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w9 w10"}\n\n{"prompt": "w33"}\n{"prompt": "w34"}\n')
+    arguments = ["evaluate", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
+    arguments += [
+        "--prompts",
+        str(prompts),
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    arguments += ["--no-enable-thinking", "--device", "cpu"]
+    assert hf_dflash(arguments) == 0
+    result = json.loads((tmp_path / "out" / "acceptance.json").read_text())
+    assert result["summary"]["num_prompts"] == 2
+    assert result["settings"]["enable_thinking"] is False
+    assert (result["summary"]["num_identical"], result["summary"]["num_compared"]) == (2, 2)
+    assert (tmp_path / "out" / "acceptance.md").read_text().strip() in capsys.readouterr().out
+    assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sampling_options_of_a_greedy_run_are_refused(tmp_path, capsys):
+    arguments = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p.jsonl", "--temperature", "0.5"]
+    assert hf_dflash(arguments) == 2
+    assert "add --do-sample" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2: not JSON"),
+        ("[1]\n", "line 1: a row is an object"),
+        ('{"text": "a"}\n', r"line 1: a prompt has .* this row has \['text'\]"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: `messages` must end with a user turn"),
+        ('{"turns": ["a", ""]}\n', "line 1: a user turn is a non-empty string"),
+    ],
+)
+def test_bad_prompt_files_are_named_with_their_line(tmp_path, text, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_prompts(path)
+
+
+def test_rows_get_ids_and_domains(tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "id": 7, "source": "mt_bench/stem"}\n')
+    rows = load_prompts(path)
+    assert [(row["id"], row["domain"]) for row in rows] == [("gsm8k:1", "gsm8k"), ("7", "mt_bench/stem")]
+
+
+def test_first_difference_counts_the_end_of_the_shorter_sequence():
+    tokens = torch.tensor([1, 2, 3])
+    assert find_first_difference(tokens, torch.tensor([1, 2, 3])) == -1
+    assert find_first_difference(tokens, torch.tensor([1, 9, 3])) == 1
+    assert find_first_difference(tokens, torch.tensor([1, 2])) == 2
