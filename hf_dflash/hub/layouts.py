@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.configuration_dflash import DFlashConfig, check_target_layer_ids
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from .drafter_files import (
@@ -139,6 +140,7 @@ def write_serving_form(folder: Path, config: DFlashConfig, tensors: dict, target
         for part in (file, *get_relative_import_files(file)):
             shutil.copyfile(part, folder / Path(part).name)
     shutil.copyfile(PACKAGE / "hub" / "serving_code" / "dflash.py", folder / "dflash.py")
+    copy_custom_generate(folder)
 
 
 def make_serving_config(config: DFlashConfig, target_config: PreTrainedConfig | None, target_name: str) -> dict:

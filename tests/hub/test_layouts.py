@@ -356,10 +356,9 @@ def test_push_puts_both_forms_in_one_repository(tiny_qwen3, tmp_path, monkeypatc
 
         def upload_folder(self, *, repo_id, folder_path, revision="main", delete_patterns=None, **_):
             kept = {} if delete_patterns == "*" else revisions.get(revision, {})
-            revisions[revision] = {
-                **kept,
-                **{file.name: file.read_text(errors="replace") for file in folder_path.iterdir()},
-            }
+            files = [path for path in folder_path.rglob("*") if path.is_file()]
+            new = {str(path.relative_to(folder_path)): path.read_text(errors="replace") for path in files}
+            revisions[revision] = {**kept, **new}
 
     monkeypatch.setattr("hf_dflash.hub.layouts.HfApi", RecordingApi)
     make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native")
@@ -367,6 +366,8 @@ def test_push_puts_both_forms_in_one_repository(tiny_qwen3, tmp_path, monkeypatc
     assert url == "https://huggingface.co/some-org/drafter"
     assert json.loads(revisions["main"]["config.json"])["model_type"] == "dflash"
     assert json.loads(revisions["serving"]["config.json"])["model_type"] == "qwen3"
+    assert "modeling_dflash.py" in revisions["main"] and "dflash.py" in revisions["serving"]
+    assert "custom_generate/generate.py" in revisions["serving"]
     assert '"model": "some-org/drafter"' in revisions["serving"]["README.md"]
     assert '"revision": "serving"' in revisions["serving"]["README.md"]
     assert "--speculative-draft-model-revision serving" in revisions["serving"]["README.md"]

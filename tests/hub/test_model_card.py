@@ -33,8 +33,9 @@ def config(tiny_qwen3_5):
 
 
 def commands(card: ModelCard) -> dict[str, list[str]]:
+    """The words of each command on the card, by the engine that it starts."""
     blocks = re.findall(r"```bash\n(.*?)\n```", card.content, re.DOTALL)
-    return {words[0]: words for words in map(shlex.split, blocks)}
+    return dict(zip(("vllm", "sglang", "llama.cpp"), map(shlex.split, blocks), strict=True))
 
 
 def test_card_states_target_data_hyperparameters_and_how_acceptance_was_measured(config):
@@ -56,12 +57,14 @@ def test_card_states_target_data_hyperparameters_and_how_acceptance_was_measured
 def test_commands_of_both_engines_name_the_form_that_they_can_read(form, revision, config):
     card = create_drafter_card(config, form=form, repo_id="some-org/drafter", revision=revision)
     served = "EXPORTED" if form == "native" and revision is None else "some-org/drafter"
-    vllm, sglang = commands(card)["vllm"], commands(card)["python"]
+    vllm, sglang = commands(card)["vllm"], commands(card)["sglang"]
     assert vllm[:3] == ["vllm", "serve", "some-org/target"]
     expected = {"method": "dflash", "model": served, "num_speculative_tokens": 15}
     assert json.loads(vllm[-1]) == {**expected, **({"revision": revision} if revision else {})}
     assert sglang[sglang.index("--speculative-draft-model-path") + 1] == served
     assert ("--speculative-draft-model-revision" in sglang) == (revision is not None)
+    llama_cpp = commands(card)["llama.cpp"]
+    assert llama_cpp[llama_cpp.index("--spec-draft-n-max") + 1] == "15"
     if served == "EXPORTED":
         assert "hf-dflash export some-org/drafter EXPORTED" in card.content
 

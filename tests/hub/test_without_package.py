@@ -45,6 +45,14 @@ for kind in ("dense", "hybrid"):
         greedy = target.generate(prompt, max_new_tokens=24, do_sample=False)
         ours = drafter.spec_generate(input_ids=prompt, max_new_tokens=24, temperature=0.0, target=target)
         seen[kind, "greedy", length] = greedy, ours
+        seen[kind, "custom_generate", length] = greedy, target.generate(
+            prompt,
+            max_new_tokens=24,
+            do_sample=False,
+            custom_generate=f"{kind}/serving",
+            trust_remote_code=True,
+            assistant_model=drafter,
+        )
         stop = [int(greedy[0, length + 5])]
         stopped = drafter.spec_generate(input_ids=prompt, max_new_tokens=24, target=target, stop_token_ids=stop)
         seen[kind, "stopped", length] = target.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=stop), stopped
@@ -95,7 +103,7 @@ def seen(folder):
 def test_spec_generate_of_the_serving_form_is_lossless(kind, length, seen):
     name, module = seen[kind, "serving"]
     assert name == "DFlashDraftModel" and module.startswith("transformers_modules")
-    for what in ("greedy", "stopped"):
+    for what in ("greedy", "stopped", "custom_generate"):
         expected, ours = seen[kind, what, length]
         assert torch.equal(ours, expected)
     assert seen[kind, "stopped", length][1].shape[1] <= length + 6
