@@ -3,10 +3,14 @@
 import importlib.util
 
 import pytest
+import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import make_target
+from transformers import PreTrainedTokenizerFast
 
 from hf_dflash import DFlashForSpeculation, create_drafter_config
+from hf_dflash.cli import main
 from hf_dflash.hub.layouts import export_drafter
 from hf_dflash.hub.portability import ENGINES
 from hf_dflash.hub.verify import verify_drafter
@@ -67,3 +71,29 @@ def test_a_peer_that_computes_something_else_is_found_out(target_folder, tmp_pat
     positions = core.get_base_indices_for_anchored_blocks
     monkeypatch.setattr(core, "get_base_indices_for_anchored_blocks", lambda *args: positions(*args) + 1)
     assert verify(tmp_path / "native", target_folder)["speculators"].is_right is False
+
+
+@pytest.mark.parametrize(
+    "chat_template", [None, "{% for message in messages %}w3 {{ message.content }}{% endfor %} w4"]
+)
+def test_the_command_prints_a_line_for_each_engine(chat_template, target_folder, tmp_path, capsys):
+    save_drafter(target_folder, tmp_path / "native")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=chat_template).save_pretrained(target_folder)
+    arguments = ["--target", str(target_folder), "--prompt", "w7 w11", "--max_new_tokens", "6", "--dtype", "float32"]
+    assert main(["verify", str(tmp_path / "native"), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split("  ")[0] for line in lines) == sorted(ENGINES)
+    assert "1 prompts decoded as the target alone does" in next(
+        line for line in lines if line.startswith("transformers")
+    )
+
+
+def test_missing_tensors_are_an_error_not_random_numbers(target_folder, tmp_path, capsys):
+    save_drafter(target_folder, tmp_path / "native")
+    tensors = load_file(tmp_path / "native" / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "native" / "model.safetensors", metadata={"format": "pt"})
+    assert main(["verify", str(tmp_path / "native"), "--target", str(target_folder)]) == 2
+    assert "fc.weight" in capsys.readouterr().err
