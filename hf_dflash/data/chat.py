@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 _REASONING_MARK = "zqReasoningMarkqz"
 _CONTENT_MARK = "zqContentMarkqz"
 
+# Characters at the end of a prompt among which its last special token must stand for the form of the reply to be kept,
+# and how many forms are kept.
+_LONGEST_HEADER = 80
+_MOST_FORMS = 10_000
+
 # How models open and close their thinking, where the template itself does not show it.
 THINKING_TAGS = (
     ("<think>", "</think>"),
@@ -191,6 +196,7 @@ class ChatRenderer:
         self._eos_ids = eos_ids
         self._vocabulary_size = len(tokenizer)
         self._end_of_turn_of_suffix: dict[str, str] = {}
+        self._form_of_reply: dict[tuple, tuple[str, ...]] = {}
         self._end_of_turn_ids: dict[str, list[int]] = {}
         self._replies_are_context_free = self._check_that_replies_are_context_free()
 
@@ -229,14 +235,7 @@ class ChatRenderer:
         # Reasoning with no answer after it was cut while thinking, unless the server says that it ended there.
         is_cut = finish_reason not in _FINISHED if finish_reason else not content and not tool_calls
 
-        probe = {"role": "assistant", "content": _CONTENT_MARK if content or not tool_calls else ""}
-        if reasoning:
-            probe["reasoning_content"] = _REASONING_MARK
-        if tool_calls:
-            probe["tool_calls"] = tool_calls
-        rendered = self.render(conversation, [*before, probe])
-        head, middle, suffix = self._split_probe(prompt, rendered, probe)
-        end_of_turn = self._end_of_turn(conversation, before, suffix, bool(tool_calls))
+        head, middle, suffix, end_of_turn = self._reply_form(conversation, before, prompt, message)
         calls = ""
         if tool_calls:
             end = suffix.rindex(end_of_turn) if end_of_turn else len(suffix.rstrip())
@@ -279,6 +278,36 @@ class ChatRenderer:
             # A template that prints a space between its header and the reply: the target wrote that space.
             return content if content.startswith(head) else head + content
         return head + content
+
+    def _reply_form(
+        self, conversation: Conversation, before: list[dict], prompt: str, message: dict
+    ) -> tuple[str, ...]:
+        """What the template prints around a reply: before, between, behind (see `_split_probe`), and the end of turn."""
+        reasoning, tool_calls = bool(message.get("reasoning_content")), message.get("tool_calls")
+        key = None
+        header = list(self._special_pattern.finditer(prompt[-_LONGEST_HEADER:]))
+        if header and not tool_calls:
+            # Templates decide by roles, by options and by what a message has, not by what it says; where they look at
+            # words (a switch that a user types), they print another header.
+            key = (
+                prompt[-_LONGEST_HEADER:][header[-1].start() :],
+                reasoning,
+                tuple((m["role"], "reasoning_content" in m, "tool_calls" in m) for m in before),
+                json.dumps([conversation.tools is not None, conversation.chat_template_kwargs], sort_keys=True),
+            )
+            if key in self._form_of_reply:
+                return self._form_of_reply[key]
+        probe = {"role": "assistant", "content": _CONTENT_MARK if message["content"] or not tool_calls else ""}
+        if reasoning:
+            probe["reasoning_content"] = _REASONING_MARK
+        if tool_calls:
+            probe["tool_calls"] = tool_calls
+        rendered = self.render(conversation, [*before, probe])
+        head, middle, suffix = self._split_probe(prompt, rendered, probe)
+        form = head, middle, suffix, self._end_of_turn(conversation, before, suffix, bool(tool_calls))
+        if key is not None and len(self._form_of_reply) < _MOST_FORMS:
+            self._form_of_reply[key] = form
+        return form
 
     def _split_probe(self, prompt: str, rendered: str, probe: dict) -> tuple[str, str, str]:
         """
@@ -424,7 +453,7 @@ class ChatRenderer:
                 if not self._replies_are_context_free:
                     # The tokens of the prompt do not change with what follows, unless the two merge at the border.
                     reply = reply[len(prompt) :] if reply[: len(prompt)] == prompt else self.encode([turn.reply])[0]
-                if any(i in self._eos_ids for i in reply):
+                if not self._eos_ids.isdisjoint(reply):
                     return RowSkipped("end_of_turn_in_reply")
                 reply = reply + self._encode_end_of_turn(turn.end_of_turn)
             else:

@@ -261,7 +261,7 @@ def load_tokenized_dataset(path: str | Path) -> "Dataset":
 
 @dataclass
 class Histogram:
-    """Counts of `values` in equal bins from the smallest to the largest, and some quantiles."""
+    """Counts of whole numbers in equal bins from the smallest to the largest, and some quantiles."""
 
     edges: list[float]
     counts: list[int]
@@ -270,7 +270,8 @@ class Histogram:
 
     @classmethod
     def of(cls, values: np.ndarray, bins: int = 12) -> "Histogram":
-        counts, edges = np.histogram(values, bins=bins, range=(int(values.min()), int(values.max()) + 1))
+        width = -(-(int(values.max()) - int(values.min()) + 1) // bins)
+        counts, edges = np.histogram(values, bins=int(values.min()) + width * np.arange(bins + 1))
         levels = {"min": 0, "5%": 0.05, "50%": 0.5, "95%": 0.95, "max": 1}
         quantiles = {name: float(np.quantile(values, level, method="nearest")) for name, level in levels.items()}
         return cls(edges.tolist(), counts.tolist(), float(values.mean()), quantiles)

@@ -16,7 +16,7 @@ from tiny_tokenizers import make_tokenizer, special_tokens_of
 from transformers import AutoTokenizer
 
 from hf_dflash.data.chat import ChatRenderer, render_conversation
-from hf_dflash.data.conversations import Conversation, RowSkipped
+from hf_dflash.data.conversations import Conversation, RowSkipped, read_messages
 
 
 FOLDER = Path(__file__).parent / "templates"
@@ -67,6 +67,7 @@ def load(name):
 
 
 LOADED = {name: load(name) for name in TEMPLATES}
+SHARED_RENDERERS = {name: ChatRenderer(tokenizer) for name, (_, tokenizer) in LOADED.items()}
 
 # Any text, with what templates look at made likely: spaces and newlines at the ends, braces, tags of other templates.
 WORDS = st.sampled_from([" ", "\n", "\n\n", "{{x}}", "<b>", "</think >", "7", "ab", "é", "🙂", "\t", "' + \"", "{%"])
@@ -117,6 +118,9 @@ def test_masked_text_is_the_reply_and_its_end_and_the_rest_is_what_was_served(na
             messages.append({"role": "assistant", "content": written})
         expected.append((len(messages) - 1, written + template.end_of_turn))
     samples = render_conversation(tokenizer, messages)
+    # What a renderer keeps from other conversations changes nothing.
+    turns = SHARED_RENDERERS[name].turns(Conversation(read_messages(messages)))
+    assert SHARED_RENDERERS[name].samples(turns) == samples
     assert len(samples) == len(expected)
     for sample, (place, text) in zip(samples, expected, strict=True):
         assert_served(tokenizer, sample, messages[:place], text)

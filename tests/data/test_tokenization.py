@@ -8,7 +8,8 @@ import pytest
 from tiny_tokenizers import CHATML_TEMPLATE, THINKING_TEMPLATE, make_tokenizer
 
 from hf_dflash.data import sources as sources_module
-from hf_dflash.data.chat import render_conversation
+from hf_dflash.data import tokenization as tokenization_module
+from hf_dflash.data.chat import ChatRenderer, render_conversation
 from hf_dflash.data.tokenization import row_origin, tokenize_completions
 
 
@@ -169,3 +170,33 @@ def test_files_folders_globs_and_gz_are_found_in_a_fixed_order(tokenizer, tmp_pa
         tokenize([data, data / "b.jsonl"], tokenizer, tmp_path / "y")
     with pytest.raises(ValueError, match="not named like a JSONL file"):
         tokenize(data / "readme.md", tokenizer, tmp_path / "z")
+
+
+def test_a_hub_dataset_is_a_source(tokenizer, tmp_path, monkeypatch):
+    # A folder of data files stands for the Hub: it goes through the same `datasets.load_dataset`.
+    monkeypatch.setattr(sources_module, "UNIT_ROWS", 20)
+    rows = [{**conversation(number), "note": None if number % 2 else "struct columns"} for number in range(50)]
+    rows[5]["messages"][0]["name"] = "somebody"  # then every message has a name, most of them None
+    (tmp_path / "hub").mkdir()
+    write_lines(tmp_path / "hub" / "train.jsonl", rows)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    dataset = tokenize(f"hub://{tmp_path / 'hub'}", tokenizer, tmp_path / "out")
+    assert [row_origin(row_id) for row_id in dataset["row_id"]] == [(0, line, 0) for line in range(1, 51)]
+    plain = tokenize(write_lines(tmp_path / "a.jsonl", rows), tokenizer, tmp_path / "plain")
+    assert plain["input_ids"][:] == dataset["input_ids"][:]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["sources"][0]["uri"] == f"hub://{tmp_path / 'hub'}#train" and len(manifest["units"]) == 3
+    tokenize(f"hub://{tmp_path / 'hub'}", tokenizer, tmp_path / "out")  # found finished
+
+
+def test_a_second_process_is_kept_out_of_the_folder(tokenizer, tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [conversation(1)])
+    with tokenization_module._locked(tmp_path / "out"):
+        with pytest.raises(ValueError, match="Another process is tokenizing"):
+            tokenize(source, tokenizer, tmp_path / "out")
+
+
+def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer):
+    texts = ["", " ", "plain", "<|im_end|>\n", "né 🙂 \t x" * 50, "a\u0000b"]
+    ids = ChatRenderer(tokenizer).encode(texts)
+    assert ids == tokenizer(texts, add_special_tokens=False)["input_ids"]
