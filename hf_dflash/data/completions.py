@@ -8,6 +8,7 @@ this machine. `completion_folder.py` describes the folder, `on_policy.py` what b
 """
 
 import argparse
+import asyncio
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from tqdm.auto import tqdm
 from hf_dflash.object_store import is_object_uri
 
 from .chat import THINKING_TAGS, ChatRenderer, opened_thinking
+from .chat_client import ChatClient, RequestFailed, RetryPolicy
 from .completion_folder import CompletionFolder, ReplyLimits
 from .conversations import Conversation, RowSkipped
 from .local_generation import LocalGenerator, LocalSampling, plan_generation_batches
@@ -194,6 +196,154 @@ def generate_completions_locally(
                 if deadline is not None and time.monotonic() > deadline:
                     return folder.interrupt()
         return folder.finish()
+
+
+def generate_completions_from_servers(
+    prompts: str | os.PathLike | list[str | os.PathLike],
+    output_dir: str | os.PathLike,
+    base_urls: list[str],
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    concurrency: int = 64,
+    retry: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    enable_thinking: bool | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    request_options: dict[str, Any] | None = None,
+    return_token_ids: bool = True,
+    max_rows: int | None = None,
+    shard_rows: int = 500,
+    upload_to: str | None = None,
+    endpoint_url: str | None = None,
+    limits: ReplyLimits | None = ReplyLimits(),  # noqa: B008 (frozen)
+    disable_tqdm: bool = False,
+) -> dict:
+    """
+    Has servers answer prompts that speak the OpenAI protocol (issue 8).
+
+    A folder that holds a part of the same run goes on where it was.
+
+    Args:
+        prompts (`str` or `list[str]`):
+            JSONL files (plain or .gz), folders, globs, `s3://bucket/prefix`, `hub://dataset`.
+        output_dir (`str` or `os.PathLike`):
+            The folder of completions.
+        base_urls (`list[str]`):
+            Servers of the same target, for example `["http://node1:8000/v1"]`.
+        model (`str`, *optional*):
+            Its name there, by default the only one.
+        api_key (`str`, *optional*):
+            Sent as a bearer token; not stored.
+        concurrency (`int`, *optional*, defaults to 64):
+            Requests in flight at each server.
+        retry ([`~data.chat_client.RetryPolicy`], *optional*):
+            How often and how long.
+        max_new_tokens, temperature, top_p, top_k, seed (*optional*):
+            As in the protocol. What is not given is the server's choice: vLLM and SGLang take it from the target's generation
+            config.
+        enable_thinking (`bool`, *optional*):
+            For the chat template; `None` leaves it to the template.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables for the chat template.
+        request_options (`dict`, *optional*):
+            Anything else that goes into a request, for example `{"min_p": 0.05}`.
+        return_token_ids (`bool`, *optional*, defaults to `True`):
+            Asks for the exact ids of the replies. A server that does not know the field ignores it.
+        max_rows (`int`, *optional*):
+            Only the first prompts.
+        shard_rows, upload_to, endpoint_url, limits:
+            See [`~data.completion_folder.CompletionFolder`].
+        disable_tqdm (`bool`, *optional*, defaults to `False`):
+            If `True`, no progress is shown.
+
+    Returns:
+        `dict`: the manifest: `status`, `options` and `counts`.
+
+    Raises:
+        [`~data.completion_folder.RepliesRefused`]: the replies are useless, or too many requests fail.
+        `ConnectionError`: a server does not answer at the start.
+        `FileNotFoundError`: there are no such prompts.
+        `ValueError`: an option is out of range, or the folder holds another run.
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, not {concurrency}.")
+    if not base_urls:
+        raise ValueError("There is no server: give at least one address.")
+    template_options = dict(chat_template_kwargs or {})
+    if enable_thinking is not None:
+        template_options["enable_thinking"] = enable_thinking
+    named = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    asked = {name: value for name, value in named.items() if value is not None} | dict(request_options or {})
+    if template_options:
+        asked["chat_template_kwargs"] = template_options
+    sources = list_sources(prompts, endpoint_url=endpoint_url)
+    client = ChatClient(base_urls, asked, model, retry, api_key, return_token_ids)
+    return asyncio.run(
+        _ask_servers(
+            client,
+            sources,
+            concurrency * len(base_urls),
+            max_rows,
+            endpoint_url,
+            disable_tqdm,
+            folder_options={
+                "path": output_dir,
+                "shard_rows": shard_rows,
+                "upload_to": upload_to,
+                "endpoint_url": endpoint_url,
+                "limits": limits,
+            },
+        )
+    )
+
+
+async def _ask_servers(
+    client: ChatClient,
+    sources: list[Source],
+    num_askers: int,
+    max_rows: int | None,
+    endpoint_url: str | None,
+    disable_tqdm: bool,
+    folder_options: dict[str, Any],
+) -> dict:
+    async with client:
+        options = {"written_by": "server", "target": client.model, "request": client.request_options}
+        template_options = client.request_options.get("chat_template_kwargs")
+        with (
+            CompletionFolder(options=options, **folder_options) as folder,
+            LiveTable(folder, count_prompts(sources, max_rows), disable=disable_tqdm) as table,
+        ):
+            conversations = read_prompts(sources, folder, endpoint_url=endpoint_url, max_rows=max_rows)
+
+            async def ask():
+                for conversation in conversations:
+                    try:
+                        while not conversation.is_finished:
+                            conversation.add(await client.complete(conversation.messages, conversation.tools))
+                    except RequestFailed as failure:
+                        folder.fail(conversation.id, failure.reason, failure.detail)
+                    else:
+                        row = conversation.completion_row()
+                        if template_options:
+                            row["chat_template_kwargs"] = template_options
+                        folder.add(row, conversation.replies)
+                    table.update()
+
+            # One iterator for all: each prompt is taken by one of them.
+            askers = [asyncio.create_task(ask()) for _ in range(num_askers)]
+            try:
+                await asyncio.gather(*askers)
+            finally:
+                for asker in askers:
+                    asker.cancel()
+                await asyncio.gather(*askers, return_exceptions=True)
+            manifest = folder.finish()
+        return manifest
 
 
 # ---- prompts
@@ -398,66 +548,96 @@ class LiveTable:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`hf-dflash generate PROMPTS OUT`."""
-    arguments = _parser().parse_args(argv)
-    common = {
-        "max_rows": arguments.max_rows,
-        "shard_rows": arguments.shard_rows,
-        "upload_to": arguments.upload_to,
-        "endpoint_url": arguments.endpoint_url,
-        "limits": None
-        if arguments.no_limits
-        else ReplyLimits(arguments.max_empty_share, arguments.max_identical_share, arguments.max_failed_share),
-        "enable_thinking": arguments.enable_thinking,
-        "chat_template_kwargs": arguments.chat_template_kwargs,
-        "seed": arguments.seed,
-    }
-    sampling = {
-        name: getattr(arguments, name)
-        for name in ("max_new_tokens", "temperature", "top_p", "top_k")
-        if getattr(arguments, name) is not None
-    }
-    manifest = generate_completions_locally(
-        arguments.prompts,
-        arguments.output,
-        arguments.target,
-        devices=arguments.devices,
-        dtype=arguments.dtype,
-        max_prompt_tokens=arguments.max_prompt_tokens,
-        token_budget=arguments.token_budget,
-        max_batch_rows=arguments.max_batch_rows,
-        time_limit=arguments.time_limit,
-        **common,
-        **sampling,
+    """`hf-dflash generate PROMPTS... OUT`."""
+    arguments = vars(_parser().parse_args(argv))
+    base_urls, target = arguments.pop("server"), arguments.pop("target")
+    limits = ReplyLimits(
+        **{name: arguments.pop(name) for name in ("max_empty_share", "max_identical_share", "max_failed_share")}
     )
-    print(json.dumps(manifest["counts"]))
+    if arguments.pop("no_limits"):
+        limits = None
+    retry = RetryPolicy(arguments.pop("max_attempts"), arguments.pop("timeout"))
+    api_key = os.environ.get(arguments.pop("api_key_variable"))
+    given = {name: value for name, value in arguments.items() if value is not None}
+    other = _LOCAL_OPTIONS if base_urls else _SERVER_OPTIONS
+    if misplaced := sorted(given.keys() & other):
+        raise ValueError(f"--{misplaced[0]} is for {'--target' if base_urls else '--server'}.")
+    if base_urls:
+        manifest = generate_completions_from_servers(
+            base_urls=base_urls, output_dir=given.pop("output"), retry=retry, api_key=api_key, limits=limits, **given
+        )
+    else:
+        manifest = generate_completions_locally(model=target, output_dir=given.pop("output"), limits=limits, **given)
+    counts = manifest["counts"]
+    print(
+        f"{counts['rows']} rows in {arguments['output']}: {counts['cut']} cut by the length limit, {counts['empty']} empty; "
+        f"{counts['failed']} prompts failed" + (" (failures.jsonl says why)." if counts["failed"] else ".")
+    )
+    if manifest["status"] != "finished":
+        print("The time is over before the prompts are. Run the same command again to go on.")
     return 0
 
 
+_LOCAL_OPTIONS = {"devices", "dtype", "max_prompt_tokens", "token_budget", "max_batch_rows", "time_limit"}
+_SERVER_OPTIONS = {"model", "concurrency", "request_options", "return_token_ids"}
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-dflash generate", description="The target writes the completions.")
+    parser = argparse.ArgumentParser(
+        prog="hf-dflash generate",
+        description="The target writes the completions that its drafter learns from. The same command goes on with a run "
+        "that was stopped.",
+        epilog="Exit status: 0 if every prompt is answered or listed in failures.jsonl, 2 if the run was refused or stopped.",
+    )
     parser.add_argument("prompts", nargs="+", help="JSONL files, folders, globs, s3:// prefixes or hub:// datasets")
     parser.add_argument("output", help="folder of completions")
-    parser.add_argument("--target", help="name or folder of the target, to answer on this machine")
-    parser.add_argument("--devices", nargs="+")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max_prompt_tokens", type=int, default=4096)
-    parser.add_argument("--token_budget", type=int, default=131_072)
-    parser.add_argument("--max_batch_rows", type=int, default=1024)
-    parser.add_argument("--time_limit", type=float)
-    parser.add_argument("--max_new_tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top_p", type=float)
-    parser.add_argument("--top_k", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--enable_thinking", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--chat_template_kwargs", type=json.loads)
-    parser.add_argument("--max_rows", type=int)
-    parser.add_argument("--shard_rows", type=int, default=500)
-    parser.add_argument("--upload_to")
-    parser.add_argument("--endpoint_url")
-    parser.add_argument("--max_empty_share", type=float, default=0.05)
-    parser.add_argument("--max_identical_share", type=float, default=0.2)
-    parser.add_argument("--max_failed_share", type=float, default=0.5)
-    parser.add_argument("--no_limits", action="store_true")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--server", nargs="+", metavar="URL", help="servers of the target, such as http://node1:8000/v1"
+    )
+    where.add_argument("--target", help="name or folder of the target, to answer on this machine")
+
+    group = parser.add_argument_group("sampling (default: what the server chooses; greedy on this machine)")
+    group.add_argument("--max_new_tokens", type=int, help="longer replies are cut")
+    group.add_argument("--temperature", type=float)
+    group.add_argument("--top_p", type=float)
+    group.add_argument("--top_k", type=int)
+    group.add_argument("--seed", type=int)
+    group.add_argument("--enable_thinking", action=argparse.BooleanOptionalAction, help="for the chat template")
+    group.add_argument(
+        "--chat_template_kwargs", type=json.loads, metavar="JSON", help="further variables for the template"
+    )
+
+    group = parser.add_argument_group("output")
+    group.add_argument("--max_rows", type=int, help="only the first prompts")
+    group.add_argument("--shard_rows", type=int, default=500, help="rows of a file (default: 500)")
+    group.add_argument("--upload_to", metavar="URI", help="s3://bucket/prefix to copy each file to when it is full")
+    group.add_argument("--endpoint_url", help="address of the object store, if not Amazon's")
+
+    defaults = ReplyLimits()
+    group = parser.add_argument_group("when to stop (shares of the latest replies)")
+    for name in ("max_empty_share", "max_identical_share", "max_failed_share"):
+        default = getattr(defaults, name)
+        group.add_argument(f"--{name}", type=float, default=default, help=f"(default: {default})")
+    group.add_argument("--no_limits", action="store_true", help="stop never")
+
+    retry = RetryPolicy()
+    group = parser.add_argument_group("with --server")
+    group.add_argument("--model", help="its name at the servers (default: the only one)")
+    group.add_argument("--concurrency", type=int, help="requests in flight at each server (default: 64)")
+    group.add_argument("--timeout", type=float, default=retry.timeout, help="seconds for a reply (default: 1800)")
+    group.add_argument(
+        "--max_attempts", type=int, default=retry.max_attempts, help="tries for each reply (default: 8)"
+    )
+    group.add_argument("--request_options", type=json.loads, metavar="JSON", help="what else goes into each request")
+    group.add_argument("--no_return_token_ids", dest="return_token_ids", action="store_const", const=False)
+    group.add_argument("--api_key_variable", default="OPENAI_API_KEY", help="environment variable that holds the key")
+
+    group = parser.add_argument_group("with --target")
+    group.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1 (default: all)")
+    group.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], help="(default: bfloat16)")
+    group.add_argument("--max_prompt_tokens", type=int, help="longer prompts fail (default: 4096)")
+    group.add_argument("--token_budget", type=int, help="cached tokens of a batch (default: 131072)")
+    group.add_argument("--max_batch_rows", type=int, help="rows of a batch (default: 1024)")
+    group.add_argument("--time_limit", type=float, help="seconds after which no further batch is started")
     return parser

@@ -1,0 +1,224 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+import urllib.request
+
+import pytest
+from fake_chat_server import EOS, FAULTS, MODEL, fake_chat_server
+
+from hf_dflash.data.chat_client import ChatClient, RequestFailed, RetryPolicy, read_chat_completion
+from hf_dflash.data.completion_folder import RepliesRefused, ReplyLimits
+from hf_dflash.data.completions import generate_completions_from_servers
+
+
+QUICK = {"retry": RetryPolicy(max_attempts=12, timeout=0.5, first_wait=0.01), "disable_tqdm": True, "limits": None}
+
+
+def write_prompts(path, texts):
+    rows = [{"id": f"row-{n}", "messages": [{"role": "user", "content": text}]} for n, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(*files):
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def count_lines(folder):
+    return sum(file.read_bytes().count(b"\n") for file in [*folder.glob("completions-*")])
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fake_chat_server() as url:
+        yield url
+
+
+def ask(url, messages, tools=None, **options):
+    async def run():
+        async with ChatClient([url] if isinstance(url, str) else url, options) as client:
+            return await client.complete(messages, tools)
+
+    return asyncio.run(run())
+
+
+USER = {"role": "user", "content": "hello"}
+
+
+def test_a_reply_has_its_reasoning_apart_and_its_exact_ids(server):
+    reply = ask(server, [USER], chat_template_kwargs={"enable_thinking": True})
+    assert (reply.content, reply.reasoning_content) == ("echo of hello", "thoughts about hello")
+    assert reply.completion_token_ids == [*b"echo of hello", EOS]
+    assert reply.finish_reason == "stop" and reply.num_tokens == 14
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "yes"}, (None, "yes")),
+        ({"content": "yes", "reasoning": "hm"}, ("hm", "yes")),
+        ({"content": "<think>\nhm\n</think>\n\nyes"}, ("hm", "yes")),
+        ({"content": "hm\n</think>\n\nyes"}, ("hm", "yes")),
+        ({"content": None, "reasoning_content": "hm"}, ("hm", "")),
+    ],
+)
+def test_reasoning_is_found_where_a_server_puts_it(message, expected):
+    completion = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    reply = read_chat_completion(json.dumps(completion).encode())
+    assert (reply.reasoning_content, reply.content) == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b'{"choices": []}',
+        b'{"choices": [{"message": null, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": 5}, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": "x"}, "finish_reason": null}]}',
+        b'{"choices": [{"message": {"content": "x"}, "finish_reason": "abort"}]}',
+        b'{"choices": [{"message": {"content": "\\ud800"}, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"tool_calls": [{"id": "1"}]}, "finish_reason": "stop"}]}',
+        b'\xff{"choices": 1}',
+    ],
+)
+def test_what_is_no_completion_is_asked_again(body):
+    with pytest.raises(RequestFailed) as failure:
+        read_chat_completion(body)
+    assert failure.value.reason == "bad_response" and failure.value.may_pass
+
+
+def test_a_request_that_is_refused_fails_at_once_with_the_reason_of_the_server(server):
+    with pytest.raises(RequestFailed, match="prompt is longer than the context") as failure:
+        ask(server, [{"role": "user", "content": "too long"}])
+    assert failure.value.reason == "http_400" and not failure.value.may_pass
+
+
+def test_a_server_that_is_not_there_or_offers_another_model_is_named(server, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ["a"])
+    with pytest.raises(ConnectionError, match="http://127.0.0.1:9/v1 does not answer"):
+        generate_completions_from_servers(prompts, tmp_path / "out", [server, "http://127.0.0.1:9/v1"])
+    with pytest.raises(ValueError, match=f"does not offer other, but {MODEL}"):
+        generate_completions_from_servers(prompts, tmp_path / "out", [server], model="other")
+    with pytest.raises(ConnectionError, match="usually ends with /v1"):
+        generate_completions_from_servers(prompts, tmp_path / "out", [server.removesuffix("/v1")])
+
+
+def test_every_turn_is_asked_for_and_tools_are_offered(server, tmp_path):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    call = {"id": "old", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rom"}}}
+    rows = [
+        {
+            "id": "turns",
+            "conversations": [
+                {"from": "human", "value": "one"},
+                {"from": "gpt", "value": "?"},
+                {"from": "human", "value": "two"},
+            ],
+        },
+        {
+            "id": "tools",
+            "tools": tools,
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "31 degrees", "tool_call_id": "old"},
+            ],
+        },
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generate_completions_from_servers(prompts, tmp_path / "out", [server], enable_thinking=True, **QUICK)
+    written = {row["id"]: row for row in read_lines(*(tmp_path / "out").glob("completions-*"))}
+    turns = written["turns"]["messages"]
+    assert [message["content"] for message in turns] == ["one", "echo of one", "two", "echo of two"]
+    assert turns[1]["completion_token_ids"] == [*b"echo of one", EOS]
+    assert written["turns"]["completion_token_ids"] == [*b"echo of two", EOS]
+    assert written["turns"]["chat_template_kwargs"] == {"enable_thinking": True}
+    turns = written["tools"]["messages"]
+    assert [message["role"] for message in turns] == ["user", "assistant", "tool", "assistant"]
+    assert turns[1]["tool_calls"][0]["id"] == turns[2]["tool_call_id"] == "call-1"
+    assert written["tools"]["tools"] == tools
+
+
+def test_another_server_takes_over_from_one_that_dies():
+    class DyingClient(ChatClient):
+        async def complete(self, messages, tools=None):
+            if sum(server.answered for server in self._servers) >= 20:
+                self._servers[0].url = "http://127.0.0.1:9/v1"
+            return await super().complete(messages, tools)
+
+    async def run(urls):
+        async with DyingClient(urls, {}, retry=QUICK["retry"]) as client:
+            messages = [[{"role": "user", "content": f"question {n}"}] for n in range(60)]
+            replies = []
+            for start in range(0, 60, 6):
+                replies += await asyncio.gather(*map(client.complete, messages[start : start + 6]))
+            return replies, [server.answered for server in client._servers]
+
+    with fake_chat_server() as first, fake_chat_server() as second:
+        replies, answered = asyncio.run(run([first, second]))
+    assert [reply.content for reply in replies] == [f"echo of question {n}" for n in range(60)]
+    assert sum(answered) == 60 and 0 < answered[0] < answered[1]
+
+
+def test_a_dead_server_stops_the_run_instead_of_failing_every_prompt(tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ["too long"] * 2000)
+    limits = ReplyLimits(max_failed_share=0.5, min_rows=100)
+    with fake_chat_server() as url, pytest.raises(RepliesRefused, match="http_400"):
+        generate_completions_from_servers(prompts, tmp_path / "out", [url], **{**QUICK, "limits": limits})
+    assert len(read_lines(tmp_path / "out" / "failures.jsonl")) < 300
+
+
+def test_500_prompts_survive_a_bad_network_and_three_kills(tmp_path):
+    texts = [f"question {n}" + " that is too long" * (n % 50 == 7) for n in range(500)]
+    prompts = write_prompts(tmp_path / "prompts.jsonl", texts)
+    out = tmp_path / "out"
+    context = multiprocessing.get_context("fork")
+    with fake_chat_server(0.35, seed=1) as first, fake_chat_server(0.35, seed=2) as second:
+
+        def start():
+            options = {"concurrency": 8, "shard_rows": 64, **QUICK}
+            process = context.Process(
+                target=generate_completions_from_servers, args=(prompts, out, [first, second]), kwargs=options
+            )
+            process.start()
+            return process
+
+        for goal in (90, 200, 330):
+            process = start()
+            deadline = time.monotonic() + 100
+            while not out.exists() or count_lines(out) < goal + random.randrange(20):
+                assert process.is_alive() and time.monotonic() < deadline
+                time.sleep(0.002)
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            assert count_lines(out) < 480
+        process = start()
+        process.join(100)
+        assert process.exitcode == 0
+        reports = [
+            json.loads(urllib.request.urlopen(url.removesuffix("v1") + "report").read()) for url in (first, second)
+        ]
+    assert all(report.get(fault, 0) > 0 for report in reports for fault in FAULTS)
+
+    answered = read_lines(*sorted(out.glob("completions-*.jsonl")))
+    failed = read_lines(out / "failures.jsonl")
+    ids = [row["id"] for row in [*answered, *failed]]
+    assert sorted(ids) == sorted(f"row-{n}" for n in range(500))
+    assert {row["reason"] for row in failed} == {"http_400"}
+    assert sorted(row["id"] for row in failed) == sorted(f"row-{n}" for n in range(500) if n % 50 == 7)
+    for row in answered:
+        text = f"echo of {texts[int(row['id'].removeprefix('row-'))]}"
+        assert row["messages"][-1]["content"] == text
+        assert row["completion_token_ids"] == [*text.encode(), EOS]
+    assert [count_lines(out), len(list(out.glob("completions-*")))] == [490, 8]
+    assert json.loads((out / "manifest.json").read_text())["counts"]["rows"] == 490
