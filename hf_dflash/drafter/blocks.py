@@ -217,7 +217,7 @@ def create_anchor_block_mask_mod(
         is_causal (`bool`, *optional*, defaults to `False`): whether a slot sees only itself and earlier slots of its block.
 
     Returns:
-        `(mask_mod, q_len, kv_len)` with `mask_mod(row, head, query, key) -> bool`.
+        `(mask_mod, q_len, kv_len)` with `mask_mod(row, head, query, key) -> bool` of integer tensors.
     """
     document_ids, anchors, valid = (x[None] if x.dim() == 1 else x for x in (document_ids, anchors, valid))
     rows, context_length = document_ids.shape
@@ -226,19 +226,22 @@ def create_anchor_block_mask_mod(
     # An anchor on padding would belong to document -1, as padding does, and see it.
     anchor_documents = torch.where(valid, document_ids.gather(1, anchors), -2)
 
+    # As tensors, not as numbers: compiled flex attention would be compiled anew for every other number.
+    context_end = torch.full((), context_length, device=anchors.device)
+    slots_end = torch.full((), q_len, device=anchors.device)
+
     def mask_mod(row, head, query, key):
-        # flex attention asks about whole tiles, so indices can run past the ends.
-        query_slot = query.clamp(max=q_len - 1) if isinstance(query, torch.Tensor) else query
-        block = query_slot // block_size
-        slot = query_slot % block_size
+        # Flex attention asks about whole tiles, so indices can run past the ends.
+        query = torch.minimum(query, slots_end - 1)
+        block, slot = query // block_size, query % block_size
         anchor = anchors[row, block]
 
-        context_key = torch.clamp(key, max=context_length - 1)
-        sees_context = (key < context_length) & (context_key < anchor)
+        context_key = torch.minimum(key, context_end - 1)
+        sees_context = (key < context_end) & (context_key < anchor)
         sees_context = sees_context & (document_ids[row, context_key] == anchor_documents[row, block])
 
-        key_slot = torch.clamp(key - context_length, min=0, max=q_len - 1)
-        sees_block = (key >= context_length) & (key_slot // block_size == block)
+        key_slot = torch.minimum((key - context_end).clamp(min=0), slots_end - 1)
+        sees_block = (key >= context_end) & (key_slot // block_size == block)
         if is_causal:
             sees_block = sees_block & (key_slot % block_size <= slot)
 

@@ -82,7 +82,8 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 @lru_cache(maxsize=1)
 def _compiled_flex_attention():
-    return torch.compile(flex_attention, dynamic=False)
+    # The second width that comes makes the code dynamic: it is compiled twice, whatever follows.
+    return torch.compile(flex_attention)
 
 
 class DFlashAttention(nn.Module):
