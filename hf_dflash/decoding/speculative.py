@@ -14,6 +14,7 @@ This file is shipped beside a drafter's `custom_generate/generate.py`: it import
 """
 
 import inspect
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -21,12 +22,15 @@ from torch import nn
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
+    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.utils import ModelOutput
 
+from .adaptive_block import AdaptiveBlockLength
+from .draft_tree import DraftTree
 from .feature_capture import FeatureCapture
 from .target_cache import RollbackCache
 from .token_selection import choose_tokens, is_prefix_free, process_logits, verify_drafts
@@ -73,6 +77,8 @@ def speculative_generate(
     streamer=None,
     generator: torch.Generator | None = None,
     sample_drafts: bool = False,
+    adaptive_block: bool = False,
+    tree_budget: int | None = None,
     return_stats: bool = True,
     **generation_kwargs,
 ) -> SpeculativeOutput | torch.LongTensor:
@@ -101,6 +107,10 @@ def speculative_generate(
         generator (`torch.Generator`, *optional*): of sampling, on the target's device.
         sample_drafts (`bool`, *optional*, defaults to `False`): draw drafts from the drafter's distribution instead of taking
             its most likely tokens. Both are exact; drawn drafts of one block know nothing of each other, so fewer are accepted.
+        adaptive_block (`bool`, *optional*, defaults to `False`): verify only as many drafts of a block as pay, judged by what
+            was accepted and how long blocks took so far.
+        tree_budget (`int`, *optional*): verify a tree of so many drafts in one pass instead of one chain (DDTree). One prompt,
+            targets with full attention in every layer.
         return_stats (`bool`, *optional*, defaults to `True`): return a [`SpeculativeOutput`], else the sequences alone.
         generation_kwargs: any other argument of `generate` (`repetition_penalty`, `generation_config`, ...).
 
@@ -116,6 +126,8 @@ def speculative_generate(
     ```
     """
     check_drafter_fits(target, drafter)
+    if tree_budget is not None and tree_budget < 1:
+        raise ValueError(f"`tree_budget` is {tree_budget}: a tree has at least one draft, or leave it out.")
     if max_new_tokens == 0:
         # `generate` refuses 0.
         out = SpeculativeOutput(input_ids, [[] for _ in input_ids], 0, 0)
@@ -141,7 +153,16 @@ def speculative_generate(
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         loop = _SpeculativeLoop(
-            model, drafter, logits_processor, stopping_criteria, generation_config, streamer, generator, sample_drafts
+            model,
+            drafter,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            generator,
+            sample_drafts,
+            adaptive_block,
+            tree_budget,
         )
         return loop.run(input_ids, model_kwargs)
 
@@ -202,6 +223,8 @@ class _SpeculativeLoop:
         streamer,
         generator,
         sample_drafts,
+        adaptive_block,
+        tree_budget,
     ):
         if generation_config.num_beams > 1:
             raise ValueError("Speculative decoding follows one continuation of a prompt: `num_beams` must be 1.")
@@ -214,6 +237,8 @@ class _SpeculativeLoop:
         self.streamer, self.generator = streamer, generator
         self.sample_drafts = sample_drafts and self.do_sample
         self.block_size = drafter.config.block_size
+        self.adaptive_block = AdaptiveBlockLength(self.block_size - 1) if adaptive_block else None
+        self.tree_budget = tree_budget
         # End tokens and lengths are checked on the host, without asking the device at every token.
         end_criteria = [c for c in stopping_criteria if type(c) is EosTokenCriteria]
         length_criteria = [c for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -242,50 +267,44 @@ class _SpeculativeLoop:
                 "`past_key_values` already holds tokens: the drafter needs the target's features of the whole prompt, so pass "
                 "an empty cache."
             )
-        target_cache = RollbackCache(cache, lengths, self.target)
-        drafter_cache = RollbackCache(DynamicCache(config=self.drafter.config), [0] * len(rows))
-        drafter_cache.record()
+        self.target_cache = RollbackCache(cache, lengths, self.target)
+        self.drafter_cache = RollbackCache(DynamicCache(config=self.drafter.config), [0] * len(rows))
+        self.drafter_cache.record()
+        decode_block = self._decode_block
+        if self.tree_budget is not None:
+            self._check_tree_is_possible()
+            decode_block = self._decode_tree
 
         layer_ids = self.drafter.config.target_layer_ids
-        capture = FeatureCapture(self.target, layer_ids, self.drafter.device, self.drafter.dtype)
-        with capture, target_cache:
+        self.capture = FeatureCapture(self.target, layer_ids, self.drafter.device, self.drafter.dtype)
+        with self.capture, self.target_cache:
             logits = self._prefill(input_ids, prompt_mask, cache)
-            target_cache.record()
-            features, fresh = _align_left(capture.take(), lengths), lengths
+            self.target_cache.record()
+            features, fresh = _align_left(self.capture.take(), lengths), lengths
             scores = process_logits(logits.float(), self.logits_processor, list(input_ids))
             first = choose_tokens(scores, self.do_sample, self.generator)
             active = self._emit(list(range(len(rows))), first, first.tolist(), is_block=False)
             if active and len(active) < len(rows):
                 features, fresh = features[active], [fresh[i] for i in active]
-                target_cache.select_rows(active)
-                drafter_cache.row_lengths = [0] * len(active)
+                self.target_cache.select_rows(active)
+                self.drafter_cache.row_lengths = [0] * len(active)
 
+            self.last_block_end = time.perf_counter()
             while active:
                 num_drafts = min(self.block_size, max(self.max_length - self.rows[i].length for i in active)) - 1
                 anchors = torch.tensor([[self.rows[i].generated[-1]] for i in active], device=device)
-                drafts, draft_probabilities = anchors[:, :0], None
+                slot_states = None
                 if num_drafts > 0:
-                    hidden_states = self._draft(anchors, features, fresh, drafter_cache)
-                    drafts, draft_probabilities = self._propose(hidden_states[:, 1 : num_drafts + 1], device)
+                    slot_states = self._draft(anchors, features, fresh)[:, 1 : num_drafts + 1]
+                chosen, emitted, features, fresh = decode_block(active, anchors, slot_states)
 
-                logits = self._verify(torch.cat([anchors, drafts], dim=1), target_cache)
-                scores = process_logits(logits.float(), self.logits_processor, self._prefixes(active, drafts))
-                num_accepted, chosen = verify_drafts(
-                    scores, drafts, draft_probabilities, self.do_sample, self.generator
-                )
-                # The one place of a block where the host waits for the device.
-                on_host = torch.cat([num_accepted[:, None], chosen], dim=1).tolist()
-                fresh = [count + 1 for count, *_ in on_host]
-                target_cache.keep(num_drafts + 1, fresh)
-                features = capture.take()[:, : max(fresh)]
-
-                remaining = self._emit(active, chosen, [tokens[: 1 + n] for n, *tokens in on_host], is_block=True)
+                remaining = self._emit(active, chosen, emitted, is_block=True)
                 if remaining and len(remaining) < len(active):
                     going_on = set(remaining)
                     places = [place for place, i in enumerate(active) if i in going_on]
                     features, fresh = features[places], [fresh[place] for place in places]
-                    target_cache.select_rows(places)
-                    drafter_cache.select_rows(places)
+                    self.target_cache.select_rows(places)
+                    self.drafter_cache.select_rows(places)
                 active = remaining
 
         if self.streamer is not None:
@@ -314,8 +333,9 @@ class _SpeculativeLoop:
         self.num_target_passes += 1
         return self.target(input_ids=input_ids, **{self.cache_name: cache}, use_cache=True, **arguments).logits[:, -1:]
 
-    def _draft(self, anchors, features, fresh: list[int], cache: RollbackCache) -> torch.Tensor:
+    def _draft(self, anchors: torch.LongTensor, features: torch.Tensor, fresh: list[int]) -> torch.Tensor:
         """Hidden states, `[B, block_size, H]`, of the slots behind each row's context, which is extended by `features`."""
+        cache = self.drafter_cache
         slots = anchors.new_full((anchors.shape[0], self.block_size), self.drafter.config.mask_token_id)
         slots[:, :1] = anchors
         device = features.device
@@ -346,26 +366,111 @@ class _SpeculativeLoop:
         cache.keep(num_fresh, fresh, num_behind=self.block_size)
         return hidden_states
 
-    def _propose(self, hidden_states: torch.Tensor, device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = compute_draft_logits(self.target, hidden_states).to(device)
+    def _decode_block(self, active: list[int], anchors: torch.LongTensor, slot_states: torch.Tensor | None):
+        """
+        One block of each row.
+
+        Args:
+            active (`list[int]`): rows that are being decoded.
+            anchors (`torch.LongTensor` of shape `[B, 1]`): their last tokens.
+            slot_states (`torch.Tensor` of shape `[B, drafts, H]`, *optional*): the drafter's hidden states, `None` where there
+                is room for the bonus token only.
+
+        Returns:
+            The target's tokens `[B, length]`, what each row emits of them, the features of the tokens that were read and
+            accepted, and the number of these.
+        """
+        drafts, draft_probabilities = anchors[:, :0], None
+        if slot_states is not None:
+            if self.adaptive_block is not None:
+                slot_states = slot_states[:, : self.adaptive_block.choose()]
+            drafts, draft_probabilities = self._propose(slot_states, anchors.device)
+        num_drafts = drafts.shape[1]
+        if num_drafts:
+            self.target_cache.snapshot()
+        logits = self._verify(
+            torch.cat([anchors, drafts], dim=1),
+            self.target_cache.attention_mask(num_drafts + 1, anchors.device),
+            self.target_cache.next_positions(num_drafts + 1, anchors.device),
+        )
+        scores = process_logits(logits.float(), self.logits_processor, self._prefixes(active, drafts))
+        num_accepted, chosen = verify_drafts(scores, drafts, draft_probabilities, self.do_sample, self.generator)
+        # The one place of a block where the host waits for the device.
+        num_accepted, *tokens = torch.cat([num_accepted[:, None], chosen], dim=1).T.tolist()
+        fresh = [count + 1 for count in num_accepted]
+        self.target_cache.keep(num_drafts + 1, fresh)
+        if self.adaptive_block is not None:
+            now = time.perf_counter()
+            self.adaptive_block.observe(num_drafts, num_accepted, now - self.last_block_end)
+            self.last_block_end = now
+        emitted = [list(row[:count]) for row, count in zip(zip(*tokens, strict=True), fresh, strict=True)]
+        return chosen, emitted, self.capture.take()[:, : max(fresh)], fresh
+
+    def _decode_tree(self, active: list[int], anchors: torch.LongTensor, slot_states: torch.Tensor | None):
+        """As [`_decode_block`], but the drafts are a tree."""
+        if slot_states is None:
+            return self._decode_block(active, anchors, None)
+        logits = compute_draft_logits(self.target, slot_states[0]).float()
+        best = logits.log_softmax(dim=-1).topk(min(self.tree_budget, logits.shape[-1]), dim=-1)
+        # A tree is grown on the host, so it waits for the device a second time.
+        tree = DraftTree(best.values.tolist(), best.indices.tolist(), self.tree_budget)
+        num_cached, device = self.target_cache.row_lengths[0], anchors.device
+        nodes = torch.tensor([tree.tokens], device=device)
+        logits = self._verify(
+            torch.cat([anchors, nodes], dim=1),
+            tree.attention_mask(num_cached, self.target.dtype, device),
+            num_cached + torch.tensor([tree.depths], device=device),
+        )
+        scores = self._process_tree(active[0], logits.float(), tree)
+        chosen = choose_tokens(scores, self.do_sample, self.generator)
+        tokens = chosen[0].tolist()
+        path = tree.follow(tokens)
+        self.target_cache.keep_path(len(tokens), path)
+        return chosen[:, path], [[tokens[node] for node in path]], self.capture.take()[:, path], [len(path)]
+
+    def _process_tree(self, i: int, logits: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        if all(is_prefix_free(processor) for processor in self.logits_processor):
+            return process_logits(logits, self.logits_processor, [])
+        known = self.tokens[i, : self.rows[i].length]
+        scores = torch.empty_like(logits)
+        for node in range(logits.shape[1]):
+            drafts = known.new_tensor([tree.tokens[ancestor - 1] for ancestor in tree.path(node)[1:]])
+            prefix = torch.cat([known, drafts])
+            scores[:, node : node + 1] = process_logits(logits[:, node : node + 1], self.logits_processor, [prefix])
+        return scores
+
+    def _check_tree_is_possible(self) -> None:
+        if len(self.rows) > 1:
+            raise ValueError(f"`tree_budget` decodes one prompt at a time, `input_ids` holds {len(self.rows)}.")
+        if self.sample_drafts or self.adaptive_block is not None:
+            raise ValueError(
+                "`tree_budget` chooses the drafts itself: leave out `sample_drafts` and `adaptive_block`."
+            )
+        if self.target.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"Tree verification needs an attention that takes a mask, not {self.target.config._attn_implementation!r}: "
+                "load the target with attn_implementation='sdpa'."
+            )
+        self.target_cache.check_full_attention()
+
+    def _propose(self, slot_states: torch.Tensor, device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts `[B, drafts]`, and the distribution that they were drawn from if they were."""
+        logits = compute_draft_logits(self.target, slot_states).to(device)
         if not self.sample_drafts:
             return logits.argmax(dim=-1), None
         # Any q is exact as long as drafts are drawn from it: what depends on earlier tokens is left out.
-        processors = type(self.logits_processor)(p for p in self.logits_processor if is_prefix_free(p))
-        probabilities = process_logits(logits.float(), processors, []).softmax(dim=-1)
-        return choose_tokens(probabilities.log(), True, self.generator), probabilities
+        processors = LogitsProcessorList(p for p in self.logits_processor if is_prefix_free(p))
+        scores = process_logits(logits.float(), processors, [])
+        return choose_tokens(scores, True, self.generator), scores.softmax(dim=-1)
 
-    def _verify(self, block: torch.LongTensor, cache: RollbackCache) -> torch.Tensor:
-        """The target's logits, `[B, length, vocabulary]`, at the anchor and the drafts of each row."""
-        num_new = block.shape[1]
-        if num_new > 1:
-            cache.snapshot()
+    def _verify(self, block: torch.LongTensor, attention_mask, position_ids) -> torch.Tensor:
+        """The target's logits, `[B, length, vocabulary]`, at the anchors and the drafts."""
         self.num_target_passes += 1
         return self.target(
             input_ids=block,
-            attention_mask=cache.attention_mask(num_new, block.device),
-            position_ids=cache.next_positions(num_new, block.device),
-            **{self.cache_name: cache.cache},
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **{self.cache_name: self.target_cache.cache},
             use_cache=True,
         ).logits
 

@@ -104,6 +104,32 @@ class RollbackCache:
             for layer in self.attention_layers:
                 _align_right(layer, surplus, max(self.row_lengths))
 
+    def keep_path(self, num_new: int, path: list[int]) -> None:
+        """
+        Keeps some of the tokens that the last forward added, as a tree of drafts needs it. One row, full attention only.
+
+        Args:
+            num_new (`int`): tokens that were added.
+            path (`list[int]`): places of those to keep, rising.
+        """
+        for layer in self.attention_layers:
+            start = layer.keys.shape[2] - num_new
+            index = torch.tensor([*range(start), *(start + place for place in path)], device=layer.keys.device)
+            layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
+        self.row_lengths[0] += len(path)
+
+    def check_full_attention(self) -> None:
+        """
+        Raises:
+            `ValueError`: if a layer is not full attention, naming what it is.
+        """
+        for index, layer in enumerate(self.cache.layers):
+            if type(layer) is not DynamicLayer:
+                raise ValueError(
+                    f"Tree verification needs full attention in every layer of the target; layer {index} of its cache is a "
+                    f"{type(layer).__name__}. Leave `tree_budget` out."
+                )
+
     def _restore_recurrent_layers(self, num_new: int, kept: list[int]) -> None:
         # Rows that keep everything have the right state already.
         groups = {count: [r for r, c in enumerate(kept) if c == count] for count in set(kept) if count < num_new}
