@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from ..drafter.losses import LOSS_TYPES, WEIGHTINGS
+from ..object_store import is_object_uri
+
+
+# What the best checkpoint is the best in: not the loss, which may fall while acceptance does not rise.
+BEST_METRIC = "eval_acceptance_length"
+
+MATRIX_OPTIMIZERS = ("same", "muon")
 
 
 @dataclass
@@ -46,9 +53,23 @@ class DFlashTrainingArguments(TrainingArguments):
         attention_backend (`str`, *optional*, defaults to `"auto"`):
             `"flex"`, `"dense"`, or flex attention on CUDA and dense masks elsewhere.
         target_devices (`str`, *optional*):
-            `"same"`, or a comma-separated list; see [`place_targets`].
+            `"same"`, or a comma-separated list; devices joined by `+` share one target. See [`place_targets`].
         targets_per_process (`int`, *optional*, defaults to 1):
             Targets that serve one drafter.
+
+        > Parameters that control the optimizer
+
+        matrix_optimizer (`str`, *optional*, defaults to `"same"`):
+            `"muon"` for torch's own Muon on matrices, with AdamW on the rest; `"same"` for `optim` on all of them.
+
+        > Parameters that control saving and measuring
+
+        save_each_epoch (`bool`, *optional*, defaults to `False`):
+            Also save at the end of each epoch, whatever `save_strategy` says.
+        checkpoint_uri (`str`, *optional*):
+            `s3://bucket/prefix` to which each checkpoint is copied in the background.
+        acceptance_steps (`int`, *optional*, defaults to 0):
+            Decode a few held-out prompts every so many steps, and compare with the simulated figure. 0 for never.
 
     > [!NOTE]
     > These parameters have another default than in [`~transformers.TrainingArguments`]:
@@ -57,6 +78,7 @@ class DFlashTrainingArguments(TrainingArguments):
     >   non-finite are left out on the device.
     > - `ddp_find_unused_parameters`: `False`; every parameter takes part in every step.
     > - `logging_steps`: 10.
+    > - `metric_for_best_model`: `"eval_acceptance_length"`, greater is better.
     """
 
     _VALID_DICT_FIELDS = TrainingArguments._VALID_DICT_FIELDS
@@ -71,6 +93,9 @@ class DFlashTrainingArguments(TrainingArguments):
     )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many optimizer steps."})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Costs a wait for the device at each step."})
+    metric_for_best_model: str | None = field(
+        default=BEST_METRIC, metadata={"help": "Acceptance, not the loss, says which checkpoint is the best."}
+    )
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Every parameter takes part in every step, so there is nothing to find."}
     )
@@ -125,6 +150,23 @@ class DFlashTrainingArguments(TrainingArguments):
         metadata={"help": "'same' for the drafter's device, or a comma-separated list for all processes."},
     )
     targets_per_process: int = field(default=1, metadata={"help": "Targets that serve one drafter."})
+    matrix_optimizer: str = field(
+        default="same",
+        metadata={
+            "help": "muon: torch's own Muon on matrices, AdamW on the rest; same: --optim on all of them.",
+            "choices": list(MATRIX_OPTIMIZERS),
+        },
+    )
+    save_each_epoch: bool = field(
+        default=False, metadata={"help": "Also save at the end of each epoch, whatever save_strategy says."}
+    )
+    checkpoint_uri: str | None = field(
+        default=None, metadata={"help": "s3://bucket/prefix to which each checkpoint is copied in the background."}
+    )
+    acceptance_steps: int = field(
+        default=0,
+        metadata={"help": "Decode a few held-out prompts every so many steps, beside the simulated figure; 0: never."},
+    )
 
     def __post_init__(self):
         for name, choices in (
@@ -132,14 +174,25 @@ class DFlashTrainingArguments(TrainingArguments):
             ("loss_type", LOSS_TYPES),
             ("loss_weighting", WEIGHTINGS),
             ("attention_backend", ("auto", "flex", "dense")),
+            ("matrix_optimizer", MATRIX_OPTIMIZERS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`--{name} {getattr(self, name)}`: choose one of {', '.join(choices)}.")
-        for name in ("token_budget", "num_anchors", "eval_blocks_per_pass", "targets_per_process"):
-            if getattr(self, name) < 1:
+        for name in (
+            "token_budget",
+            "eval_token_budget",
+            "num_anchors",
+            "eval_blocks_per_pass",
+            "targets_per_process",
+        ):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`--{name}` is {getattr(self, name)}: it must be at least 1.")
         if self.anchor_ratio < 0:
             raise ValueError(f"`--anchor_ratio` is {self.anchor_ratio}: it must be positive, or 0 for no limit.")
+        if self.acceptance_steps < 0:
+            raise ValueError(f"`--acceptance_steps` is {self.acceptance_steps}: a number of steps, or 0 for never.")
+        if self.checkpoint_uri is not None and not is_object_uri(self.checkpoint_uri):
+            raise ValueError(f"`--checkpoint_uri {self.checkpoint_uri}` is not of the form s3://bucket/prefix.")
         if self.loss_gamma <= 0:
             raise ValueError(f"`--loss_gamma` is {self.loss_gamma}: the decay must be a positive number of slots.")
         if not 0 <= self.dpace_alpha <= 1:

@@ -5,6 +5,8 @@
 Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B slots, N = R * A blocks, H hidden size.
 """
 
+import copy
+import itertools
 import os
 import shutil
 from functools import partial
@@ -15,14 +17,17 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from .._compat import mark_loss_as_scaled
-from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader
+from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader, collate_rows
 from ..drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
 from ..drafter.losses import compute_dflash_loss, position_weights
 from ..drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
 from ..evaluation.acceptance import count_accepted, find_replies, walk_reply
+from ..object_store import is_object_uri
 from ..target.frozen_target import FrozenTarget, TargetFeatures
-from .arguments import DFlashTrainingArguments
+from .adapters import add_adapter
+from .arguments import BEST_METRIC, DFlashTrainingArguments
 from .block_batch import BlockBatch, PackedDocuments, draw_blocks, lay_out_blocks
+from .callbacks import AcceptanceCallback, EpochCheckpointCallback
 from .checkpoint import (
     TRAINER_STATE,
     check_whole,
@@ -33,8 +38,11 @@ from .checkpoint import (
 from .host_group import HostGroup
 from .interruption import CatchUpCallback, StopCallback, StopSignals
 from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
-from .plan import place_targets_of_this_process
+from .muon import MuonWithAdamW
+from .plan import check_launch, place_targets_of_this_process
 from .resume_contract import check_contract, describe_run
+from .s3_checkpoints import S3Callback, fetch_checkpoint
+from .target_loading import load_targets
 
 
 class DFlashTrainer(Trainer):
@@ -45,11 +53,13 @@ class DFlashTrainer(Trainer):
         model ([`DFlashForSpeculation`] or `str`):
             The drafter, or where it is loaded from (in fp32: masters in bf16 lose small updates).
         target ([`FrozenTarget`], `PreTrainedModel` or `str`):
-            The target. It is only read: nothing of it is saved, optimized or wrapped.
+            The target. It is only read: nothing of it is saved, optimized or wrapped. A list of them takes turns.
         args ([`DFlashTrainingArguments`], *optional*):
             Options.
-        train_dataset (`datasets.Dataset`, *optional*), eval_dataset (`datasets.Dataset`, *optional*):
+        train_dataset (`datasets.Dataset`, *optional*), eval_dataset (`datasets.Dataset` or a `dict` of them, *optional*):
             Rows with `input_ids`, `loss_mask` and `row_id`, of [`tokenize_completions`].
+        peft_config (`peft.PeftConfig`, *optional*):
+            Trains an adapter on the drafter instead of the drafter itself.
         kwargs:
             Further arguments of [`~transformers.Trainer`].
 
@@ -76,18 +86,28 @@ class DFlashTrainer(Trainer):
         args: DFlashTrainingArguments | None = None,
         train_dataset=None,
         eval_dataset=None,
+        *,
+        peft_config=None,
         **kwargs,
     ):
         # 1. Arguments
         args = args if args is not None else DFlashTrainingArguments("trainer_output")
+        check_launch(args.world_size)
 
         # 2. Drafter
         if isinstance(model, str):
             model = DFlashForSpeculation.from_pretrained(model, dtype=torch.float32)
         self.drafter_config = model.config
+        if peft_config is not None:
+            model = add_adapter(model, peft_config, args.seed)
 
         # 3. Datasets
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+        eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+        datasets = {"train_dataset": train_dataset}
+        datasets |= {
+            "eval_dataset" if key is None else f"eval_dataset[{key!r}]": d for key, d in eval_datasets.items()
+        }
+        for name, dataset in datasets.items():
             if dataset is not None:
                 check_supervision(dataset, name)
 
@@ -96,13 +116,18 @@ class DFlashTrainer(Trainer):
 
         # 4. Target
         feature_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else next(model.parameters()).dtype
-        if not isinstance(target, FrozenTarget):
-            device = place_targets_of_this_process(
+        if not isinstance(target, FrozenTarget | list):
+            places = place_targets_of_this_process(
                 args.target_devices, args.targets_per_process, args.device.type == "cpu"
             )
-            target = FrozenTarget(target, model.config.target_layer_ids, device=device[0])
-        check_fit(model.config, target)
-        self.target = target.serve(args.device, feature_dtype)
+            target = load_targets(target, model.config.target_layer_ids, places)
+        self.targets: list[FrozenTarget] = target if isinstance(target, list) else [target]
+        for one in self.targets:
+            check_fit(model.config, one)
+        # Embedding and head come from the first one only.
+        self.target = self.targets[0].serve(args.device, feature_dtype)
+        for one in self.targets[1:]:
+            one.output_device, one.output_dtype = self.target.output_device, self.target.output_dtype
 
         # 5. Metrics: sums since the last log, on the device, so that no step waits for them.
         self.uses_flex = args.attention_backend == "flex" or (
@@ -119,6 +144,16 @@ class DFlashTrainer(Trainer):
         self._stop_callback = StopCallback()
         self.add_callback(self._stop_callback)
         self.add_callback(CatchUpCallback(self))
+        if args.save_each_epoch:
+            self.add_callback(EpochCheckpointCallback())
+        if args.acceptance_steps:
+            if eval_dataset is None:
+                raise ValueError("`--acceptance_steps` decodes held-out prompts: give an `eval_dataset`.")
+            self.add_callback(AcceptanceCallback(self, args.acceptance_steps))
+        if args.checkpoint_uri:
+            self.add_callback(S3Callback(args.checkpoint_uri))
+        if isinstance(eval_dataset, dict) and args.metric_for_best_model == BEST_METRIC:
+            args.metric_for_best_model = f"eval_{next(iter(eval_dataset))}_acceptance_length"
         self._contract = None
         self._saved_step = None
 
@@ -152,11 +187,12 @@ class DFlashTrainer(Trainer):
         return loader
 
     def get_eval_dataloader(self, eval_dataset=None):
-        dataset = (
-            self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset or self.eval_dataset
-        )
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
         if dataset is None:
             raise ValueError("Evaluation needs an `eval_dataset`.")
+        check_supervision(dataset, "eval_dataset")
         return self._token_budget_loader(
             dataset, self.args.eval_token_budget or self.args.token_budget, 1, shuffle=False
         )
@@ -189,6 +225,7 @@ class DFlashTrainer(Trainer):
         self._step_denominator = torch.full((), denominator, dtype=torch.float64, device=self.args.device)
         # Whatever a stopped step has summed is forgotten, as its gradients are.
         self._step_sums = self._new_sums()
+        self._next_target = itertools.cycle(self.targets)
         return batches, num_items
 
     @property
@@ -206,6 +243,16 @@ class DFlashTrainer(Trainer):
     @property
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None and self.args.matrix_optimizer == "muon":
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError("`--matrix_optimizer muon` needs whole matrices: use DDP, or `same` with FSDP.")
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            self.optimizer = MuonWithAdamW(
+                self.model, self.args.learning_rate, self.args.weight_decay, betas, self.args.adam_epsilon
+            )
+        return super().create_optimizer(model)
 
     # ---- Forward ----
 
@@ -251,11 +298,11 @@ class DFlashTrainer(Trainer):
         return blocks[:, 1:], kept_blocks
 
     def _run_target(self, batch: BlockBatch, label_positions: torch.Tensor | None) -> TargetFeatures:
-        return self.target(
+        return next(self._next_target)(
             batch.input_ids, batch.lengths, label_positions, return_label_hidden_states=self.args.loss_type != "ce"
         )
 
-    def _loss(self, batch: BlockBatch, features: TargetFeatures, hidden_states, kept_blocks, denominator):
+    def _loss(self, batch: BlockBatch, features: TargetFeatures, hidden_states, kept_blocks, denominator, weighting):
         labels = batch.data_labels
         if self.args.labels == "target" and len(batch.label_positions):
             labels = features.label_ids[batch.label_index]
@@ -268,7 +315,7 @@ class DFlashTrainer(Trainer):
             labels,
             batch.supervised,
             loss_type=self.args.loss_type,
-            weighting=self.args.loss_weighting,
+            weighting=weighting,
             gamma=self.args.loss_gamma,
             dpace_alpha=self.args.dpace_alpha,
             denominator=denominator,
@@ -282,7 +329,9 @@ class DFlashTrainer(Trainer):
         wants_labels = self.args.labels == "target" or self.args.loss_type != "ce"
         features = self._run_target(inputs, inputs.label_positions if wants_labels else None)
         hidden_states, kept_blocks = self.draft(model, inputs, features)
-        loss, correct = self._loss(inputs, features, hidden_states, kept_blocks, self._step_denominator)
+        loss, correct = self._loss(
+            inputs, features, hidden_states, kept_blocks, self._step_denominator, self.args.loss_weighting
+        )
         self._add_train_metrics(inputs, loss, correct, kept_blocks)
         # DDP takes the mean over ranks; the sum is wanted.
         return loss * self.args.world_size
@@ -365,6 +414,30 @@ class DFlashTrainer(Trainer):
         if self.is_in_train and self._host_group.sum(self._stop_signals.requested)[0]:
             self._stop_callback.stop(self.control)
             return None, None, None
+        self._evaluate_rows(model, inputs)
+        return None, None, None
+
+    @torch.no_grad()
+    def simulate_acceptance(self, sequence: torch.Tensor, reply_start: int) -> list[int]:
+        """Walks one reply with the drafter as it is now (DESIGN 3.7), apart from any evaluation.
+
+        Args:
+            sequence (`torch.Tensor` of shape `[L]`, int64): prompt and reply.
+            reply_start (`int`): where the reply begins.
+
+        Returns:
+            `list[int]`: tokens that each block brings, bonus token included.
+        """
+        loss_mask = torch.arange(len(sequence)) >= reply_start
+        rows = collate_rows([{"input_ids": sequence.cpu(), "loss_mask": loss_mask, "row_id": 0}])
+        kept, self._eval_sums = self._eval_sums, self._new_sums()
+        try:
+            return self._evaluate_rows(self.accelerator.unwrap_model(self.model), rows)
+        finally:
+            self._eval_sums = kept
+
+    def _evaluate_rows(self, model, inputs: dict[str, torch.Tensor]) -> list[int]:
+        """Sums up a micro-batch; returns the lengths of all walks."""
         documents = PackedDocuments.from_rows(inputs)
         label_positions, anchors = documents.label_positions(), documents.all_anchors()
         lay_out = partial(
@@ -388,14 +461,16 @@ class DFlashTrainer(Trainer):
             accepted |= self._evaluate_blocks(model, batch, features)
 
         sums = self._eval_sums
+        walked: list[int] = []
         for first, end in find_replies(documents.loss_mask.numpy(), documents.document_ids.numpy()):
             lengths = walk_reply(first, end, accepted)
             sums["walk_tokens"] += sum(lengths)
             sums["walk_blocks"] += len(lengths)
+            walked += lengths
         data_ids = documents.token_ids[label_positions + 1].to(self.args.device)
         sums["agreeing"] += (features.label_ids == data_ids).sum()
         sums["replied"] += len(label_positions)
-        return None, None, None
+        return walked
 
     def _evaluate_blocks(self, model, batch: BlockBatch, features: TargetFeatures) -> dict[int, int]:
         """Sums loss and accuracy, and returns the accepted drafts of the block at each anchor's packed position."""
@@ -405,12 +480,12 @@ class DFlashTrainer(Trainer):
         weights = position_weights(
             batch.block_size, self.args.loss_gamma, device=self.args.device, dtype=torch.float64
         )
-        weight = (batch.supervised.sum(0) * weights).sum()
-        loss, correct = self._loss(batch, features, hidden_states, kept_blocks, 1.0)
+        loss, correct = self._loss(batch, features, hidden_states, kept_blocks, 1.0, "decay")
+        counted = batch.supervised & kept_blocks[:, None]
         sums["loss"] += loss
-        sums["weight"] += weight if self.args.loss_weighting == "decay" else batch.supervised.sum()
-        sums["correct"] += correct.sum(0)
-        sums["supervised"] += batch.supervised.sum(0)
+        sums["weight"] += (counted.sum(0) * weights).sum()
+        sums["correct"] += (correct & counted).sum(0)
+        sums["supervised"] += counted.sum(0)
 
         # Whatever the drafter was trained on, a draft is accepted iff it is the token that the reply really has.
         predictions = torch.zeros_like(batch.data_labels.flatten())
@@ -440,6 +515,8 @@ class DFlashTrainer(Trainer):
             resume_from_checkpoint = find_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to go on from.")
+        elif isinstance(resume_from_checkpoint, str) and is_object_uri(resume_from_checkpoint):
+            resume_from_checkpoint = self._fetch_checkpoint(resume_from_checkpoint)
         self._contract = describe_run(self.drafter_config, self.target, self.train_dataset, self.args)
         self._train_sums, self._saved_step = self._new_sums(), None
         if resume_from_checkpoint:
@@ -456,6 +533,12 @@ class DFlashTrainer(Trainer):
         if stop_wishes:
             self._stop_signals.leave()
         return output
+
+    def _fetch_checkpoint(self, uri: str) -> str:
+        """Downloaded once a machine."""
+        folder = fetch_checkpoint(uri, self.args.output_dir) if self.args.local_process_index == 0 else None
+        self._host_group.wait()
+        return folder or fetch_checkpoint(uri, self.args.output_dir)
 
     # ---- Saving ----
 
@@ -487,7 +570,8 @@ class DFlashTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user (DESIGN 4)."""
-        self._saves_bf16 = not _internal_call
+        # `push_to_hub` saves into `output_dir` by an internal call; only checkpoints have a folder of their own.
+        self._saves_bf16 = not _internal_call or output_dir is None
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -497,14 +581,15 @@ class DFlashTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self._saves_bf16 and self.args.should_save:
-            save_in_bf16(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir)
+        drafter = self.accelerator.unwrap_model(self.model)
+        if self._saves_bf16 and self.args.should_save and isinstance(drafter, PreTrainedModel):
+            save_in_bf16(drafter, output_dir or self.args.output_dir)
 
 
 def save_in_bf16(drafter: PreTrainedModel, output_dir: str) -> None:
     """Writes a drafter's weights as bf16 and says so in its config, leaving the drafter itself as it is."""
     with torch.device("meta"):
-        served = type(drafter)(drafter.config)
+        served = type(drafter)(copy.deepcopy(drafter.config))
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
     served.load_state_dict(weights, assign=True)
     served.save_pretrained(output_dir)
