@@ -1,0 +1,476 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import json
+import math
+
+import brute_force
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from tiny_drafters import BLOCK_SIZE, MASK_TOKEN_ID, TARGET_LAYER_IDS, make_drafter, make_rows
+from tiny_models import make_target
+from tiny_training import GradientRecorder, make_dataset, make_trainer, relative_difference
+from transformers import AutoModel
+from transformers.training_args import ParallelMode
+
+from hf_dflash import DFlashForSpeculation, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
+
+
+pytestmark = pytest.mark.compat
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def quiet(tmp_path, **options):
+    return DFlashTrainingArguments(
+        str(tmp_path), use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no", **options
+    )
+
+
+# ---- The target stays as it is ----
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("loss_type", ["ce", "lk"])
+def test_training_changes_every_drafter_parameter_and_nothing_of_the_target(kind, loss_type, tmp_path):
+    target = make_target(kind).train().requires_grad_(True)
+    before = weights_of(target)
+    trainer = make_trainer(tmp_path, target=target, loss_type=loss_type, num_train_epochs=1, save_strategy="epoch")
+    drafter_before = weights_of(trainer.model)
+    trainer.train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+    assert not target.training and not any(p.requires_grad or p.grad is not None for p in target.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.modules())
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.requires_grad and not torch.equal(parameter, drafter_before[name]), name
+
+    # Nothing of it is in the module tree, the optimizer, or a checkpoint.
+    own = {id(p) for p in trainer.model.parameters()}
+    assert {id(p) for group in trainer.optimizer.param_groups for p in group["params"]} == own
+    assert not own & {id(p) for p in target.parameters()}
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    saved = load_file(checkpoint / "model.safetensors")
+    assert saved.keys() == drafter_before.keys() == trainer.model.state_dict().keys()
+    optimizer = torch.load(checkpoint / "optimizer.pt")
+    assert len(optimizer["state"]) == len(saved)
+
+
+def test_a_drafter_shares_no_weight_with_the_target_even_where_both_are_on_one_device(tmp_path):
+    trainer = make_trainer(tmp_path)
+    embedding = trainer.target.embedding.weight
+    assert embedding.data_ptr() == trainer.target.model.get_input_embeddings().weight.data_ptr()
+    assert not any(p.data_ptr() == embedding.data_ptr() for p in trainer.model.parameters())
+    assert len(list(trainer.model.modules())) == len(list(make_drafter(trainer.target.model).modules()))
+
+
+# ---- Devices ----
+
+
+def test_several_visible_gpus_never_become_a_data_parallel(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    assert trainer.args.n_gpu == 1 and trainer.args.parallel_mode == ParallelMode.NOT_PARALLEL
+    trainer.train()
+    assert not isinstance(trainer.model_wrapped, torch.nn.DataParallel)
+    assert not isinstance(trainer._wrap_model(trainer.model), torch.nn.DataParallel)
+    assert trainer.target.device.type == "cpu"
+
+
+# ---- Saving ----
+
+
+def test_checkpoints_hold_fp32_and_the_final_save_bf16_and_the_drafter_itself_stays(tmp_path):
+    trainer = make_trainer(tmp_path, num_train_epochs=1, save_strategy="epoch")
+    trainer.train()
+    trained = weights_of(trainer.model)
+    trainer.save_model()
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    for folder, dtype in ((checkpoint, torch.float32), (tmp_path, torch.bfloat16)):
+        saved = load_file(folder / "model.safetensors")
+        assert saved.keys() == trained.keys()
+        assert all(torch.equal(saved[name], tensor.to(dtype)) for name, tensor in trained.items())
+        config = json.loads((folder / "config.json").read_text())
+        assert config["dtype"] == str(dtype).removeprefix("torch.")
+        assert config["model_type"] == "dflash" and config["auto_map"]["AutoModel"].endswith("DFlashForSpeculation")
+        assert (folder / "modeling_dflash.py").is_file() and (folder / "configuration_dflash.py").is_file()
+        loaded = AutoModel.from_pretrained(folder)
+        assert type(loaded) is DFlashForSpeculation and loaded.dtype == dtype
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in trainer.model.state_dict().items())
+    assert trainer.model.config.dtype != torch.bfloat16
+    # A drafter that was saved in bf16 trains in fp32 again when the trainer loads it.
+    again = DFlashTrainer(str(tmp_path), trainer.target, quiet(tmp_path / "again"))
+    assert again.model.dtype == torch.float32
+
+
+def test_what_push_to_hub_would_upload_is_bf16_too(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    trainer.save_model(_internal_call=True)  # as `Trainer.push_to_hub` calls it
+    assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+
+
+# ---- Micro-batches ----
+
+
+def test_empty_micro_batches_at_the_end_of_an_epoch_learn_nothing_and_break_nothing(tmp_path):
+    """One micro-batch with rows and three without in the only step: the gradients are those of the first alone."""
+    dataset = Dataset.from_list(make_rows(["0011111", "0111111"]))
+    recorders = GradientRecorder(), GradientRecorder()
+    for name, recorder, accumulation in (("one", recorders[0], 1), ("four", recorders[1], 4)):
+        trainer = make_trainer(
+            tmp_path / name,
+            dataset=dataset,
+            gradient_accumulation_steps=accumulation,
+            num_train_epochs=1,
+            callbacks=[recorder],
+        )
+        trainer.train()
+        assert trainer.state.global_step == 1
+    assert relative_difference(recorders[1].first, recorders[0].first) == 0.0
+    assert max(float(g.abs().max()) for g in recorders[0].first.values()) > 0
+
+
+def test_a_step_in_which_nothing_can_be_learned_gives_zero_gradients_for_every_parameter(tmp_path):
+    dataset = Dataset.from_list(make_rows(["0" * 30, "0" * 20, "0011"]))
+    recorder = GradientRecorder()
+    steps = []
+    trainer = make_trainer(tmp_path, dataset=dataset, token_budget=30, num_train_epochs=1, callbacks=[recorder])
+    trainer.get_batch_samples = recording(trainer.get_batch_samples, steps)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    zero = [norm == 0 for norm in recorder.norms]
+    assert zero == [not any(bool(batch.supervised.any()) for batch in batches) for batches in steps]
+    assert zero.count(True) == 2
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+
+def recording(function, results):
+    def wrapper(*args):
+        result = function(*args)
+        results.append(result[0])
+        return result
+
+    return wrapper
+
+
+# ---- Samples that come out non-finite ----
+
+
+class BrokenTarget(FrozenTarget):
+    """Features of one document (those that start with `first_token`) are not finite, or zero, from its second token on."""
+
+    first_token, value = None, None
+
+    def __call__(self, input_ids, lengths, label_positions=None, **options):
+        features = super().__call__(input_ids, lengths, label_positions, **options)
+        starts = lengths.cumsum(0) - lengths
+        for row, start, length in zip(input_ids, starts.tolist(), lengths.tolist(), strict=True):
+            if int(row[0]) == self.first_token:
+                features.context_hidden_states[start + 1 : start + length, 3] = self.value
+                if features.label_hidden_states is not None and not math.isfinite(self.value):
+                    own = (label_positions >= start) & (label_positions < start + length)
+                    features.label_hidden_states[own] = self.value
+        return features
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("loss_type", ["ce", "kl", "lk"])
+def test_a_non_finite_sample_is_left_out_and_counted_and_keeps_its_share(loss_type, value, tmp_path):
+    target = make_target("qwen3")
+    rows = make_rows(["00111111", "0011111111", "0111111"])
+    rows[1]["input_ids"][0] = 95
+    options = {"loss_type": loss_type, "num_train_epochs": 2, "anchor_ratio": 0.0}
+
+    broken = BrokenTarget(target, TARGET_LAYER_IDS)
+    broken.first_token, broken.value = 95, value
+    recorder = GradientRecorder()
+    trainer = make_trainer(
+        tmp_path / "broken",
+        target=broken,
+        drafter=make_drafter(target),
+        dataset=Dataset.from_list(rows),
+        callbacks=[recorder],
+        **options,
+    )
+    trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    skipped = len(brute_force.eligible_anchors(rows[1]["loss_mask"]))
+    others = sum(len(brute_force.eligible_anchors(rows[i]["loss_mask"])) for i in (0, 2))
+    assert [(entry["skipped_nonfinite_blocks"], entry["blocks"]) for entry in logs] == [(skipped, others)] * 2
+
+    # The other two documents alone, divided by what all three supervise.
+    whole = make_trainer(tmp_path / "whole", target=target, dataset=Dataset.from_list(rows), **options)
+    denominators = []
+    whole.get_batch_samples = recording(whole.get_batch_samples, denominators)
+    whole.train()
+    share = sum(batch.denominator("decay", 4.0) for batch in denominators[0])
+    reference_recorder = GradientRecorder()
+    reference = make_trainer(
+        tmp_path / "reference",
+        target=target,
+        dataset=Dataset.from_list([rows[0], rows[2]]),
+        callbacks=[reference_recorder],
+        **options,
+    )
+    original = reference.get_batch_samples
+
+    def with_the_whole_denominator(*args):
+        result = original(*args)
+        reference._step_denominator.fill_(share)
+        return result
+
+    reference.get_batch_samples = with_the_whole_denominator
+    reference.train()
+    assert relative_difference(recorder.first, reference_recorder.first) <= 2e-6
+    expected = [entry["loss"] for entry in reference.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in logs] == pytest.approx(expected, rel=1e-5)
+
+
+# ---- Evaluation ----
+
+
+def evaluate(tmp_path, *, dtype=torch.float64, dataset=None, **options):
+    dataset = make_dataset(9, 24) if dataset is None else dataset
+    trainer = make_trainer(tmp_path, dtype=dtype, dataset=dataset, eval_dataset=dataset, **options)
+    metrics = trainer.evaluate()
+    return trainer, {name: value for name, value in metrics.items() if not name.endswith(("time", "_per_second"))}
+
+
+def brute_force_evaluation(target, drafter, rows, labels="target"):
+    """Document by document, anchor by anchor: decode a block as decoding does, compare, walk."""
+    embedding = target.get_input_embeddings()
+    loss = weight = walk_tokens = walk_blocks = accepted_sum = blocks = agreeing = replied = 0
+    correct = [0] * (BLOCK_SIZE - 1)
+    supervised = [0] * (BLOCK_SIZE - 1)
+    for row in rows:
+        tokens, mask = row["input_ids"], row["loss_mask"]
+        with torch.no_grad():
+            output = target(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        features = torch.cat([output.hidden_states[i + 1] for i in TARGET_LAYER_IDS], dim=-1)
+        predicted = output.logits[0].argmax(-1).tolist()
+        for position in range(len(tokens) - 1):
+            if mask[position + 1]:
+                replied += 1
+                agreeing += predicted[position] == tokens[position + 1]
+        accepted = {}
+        for anchor in brute_force.eligible_anchors(mask):
+            slots = torch.tensor([[tokens[anchor]] + [MASK_TOKEN_ID] * (BLOCK_SIZE - 1)])
+            with torch.no_grad():
+                states = drafter(
+                    embedding(slots), features[:, :anchor], torch.arange(anchor + BLOCK_SIZE)[None]
+                ).last_hidden_state[0]
+                log_probabilities = target.get_output_embeddings()(states).log_softmax(-1)
+            drafts_right = []
+            for k, has_label in enumerate(brute_force.supervised_slots(mask, anchor, BLOCK_SIZE), start=1):
+                if has_label:
+                    draft = int(log_probabilities[k].argmax())
+                    label = predicted[anchor + k - 1] if labels == "target" else tokens[anchor + k]
+                    loss -= math.exp(-(k - 1) / 4.0) * float(log_probabilities[k, label])
+                    weight += math.exp(-(k - 1) / 4.0)
+                    correct[k - 1] += draft == label
+                    supervised[k - 1] += 1
+                    drafts_right.append(draft == tokens[anchor + k])
+            accepted[anchor] = (drafts_right + [False]).index(False)
+            accepted_sum += accepted[anchor]
+            blocks += 1
+        tokens_walked, blocks_walked = brute_force.walk(mask, accepted)
+        walk_tokens += tokens_walked
+        walk_blocks += blocks_walked
+    return {
+        "eval_loss": loss / weight,
+        "eval_acceptance_length": walk_tokens / walk_blocks,
+        "eval_anchor_acceptance_length": 1 + accepted_sum / blocks,
+        "eval_accuracy": sum(correct) / sum(supervised),
+        "eval_target_agreement": agreeing / replied,
+        **{f"eval_accuracy_slot_{k}": correct[k - 1] / supervised[k - 1] for k in range(1, BLOCK_SIZE)},
+    }
+
+
+@pytest.fixture(scope="module")
+def predictable(tmp_path_factory):
+    """A target, a drafter trained for a moment, and replies that the target wrote for the most part."""
+    target = make_target("qwen3", torch.float64)
+    rows = []
+    for i, row in enumerate(make_rows(["0" * (3 + i) + "1" * (14 - i) for i in range(6)], seed=7)):
+        prompt = row["loss_mask"].index(1)
+        with torch.no_grad():
+            ids = target.generate(
+                torch.tensor([row["input_ids"][:prompt]]),
+                do_sample=False,
+                max_new_tokens=14 - i,
+                min_new_tokens=14 - i,
+            )[0].tolist()
+        ids[prompt + 5] = 17  # one token that is not the target's own
+        rows.append({**row, "input_ids": ids})
+    # A reply of one token, a gap, a second turn.
+    rows += make_rows(["00010", "0011100111"], seed=8, first_row_id=50)
+    trainer = make_trainer(
+        tmp_path_factory.mktemp("predictable"),
+        dtype=torch.float64,
+        target=target,
+        drafter_options={"initializer_range": 0.05},
+        dataset=Dataset.from_list(rows),
+        num_train_epochs=40,
+        anchor_ratio=0.0,
+        learning_rate=3e-3,
+    )
+    trainer.train()
+    return target, trainer.model, rows
+
+
+@pytest.mark.parametrize("labels", ["target", "data"])
+@pytest.mark.parametrize(("eval_token_budget", "eval_blocks_per_pass"), [(16, 1), (40, 7), (10_000, 2048)])
+def test_evaluation_equals_decoding_every_anchor_alone_whatever_the_batches(
+    labels, eval_token_budget, eval_blocks_per_pass, predictable, tmp_path
+):
+    target, drafter, rows = predictable
+    expected = brute_force_evaluation(target, drafter, rows, labels)
+    assert 1.3 < expected["eval_acceptance_length"] < 3.9 and 0 < expected["eval_target_agreement"] < 1
+    _, metrics = evaluate(
+        tmp_path,
+        target=target,
+        drafter=drafter,
+        dataset=Dataset.from_list(rows),
+        labels=labels,
+        eval_token_budget=eval_token_budget,
+        eval_blocks_per_pass=eval_blocks_per_pass,
+    )
+    assert metrics.pop("eval_loss") == pytest.approx(expected.pop("eval_loss"), abs=1e-10)
+    assert {name: metrics[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("options", [{"loss_weighting": "dpace"}, {"loss_gamma": 4.0, "anchor_ratio": 0.1}])
+def test_the_evaluated_loss_does_not_depend_on_how_slots_are_weighted_in_training(options, predictable, tmp_path):
+    target, drafter, rows = predictable
+    dataset = Dataset.from_list(rows)
+    _, plain = evaluate(tmp_path / "1", target=target, drafter=drafter, dataset=dataset)
+    _, other = evaluate(tmp_path / "2", target=target, drafter=drafter, dataset=dataset, **options)
+    assert {n: v for n, v in other.items() if "preparation" not in n} == {
+        n: v for n, v in plain.items() if "preparation" not in n
+    }
+
+
+def test_evaluation_works_before_training_and_within_and_leaves_the_run_as_it_was(tmp_path):
+    quiet_run = make_trainer(tmp_path / "quiet", num_train_epochs=1)
+    quiet_run.train()
+    trainer = make_trainer(tmp_path / "eval", num_train_epochs=1, eval_dataset=make_dataset(5, 20), eval_steps=1)
+    before = weights_of(trainer.model)
+    first = trainer.evaluate()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    assert {"eval_loss", "eval_acceptance_length", "eval_accuracy_slot_1"} <= set(first)
+    trainer.args.eval_strategy = "steps"
+    trainer.train()
+    evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluated) >= trainer.state.global_step
+    for name, tensor in quiet_run.model.state_dict().items():
+        assert torch.equal(tensor, trainer.model.state_dict()[name]), "an evaluation changed what was trained"
+
+
+def test_several_evaluation_sets_by_name_and_one_that_is_passed(tmp_path):
+    sets = {"code": make_dataset(4, 16, seed=2), "chat": make_dataset(4, 16, seed=3)}
+    trainer = make_trainer(tmp_path, eval_dataset=sets)
+    together = trainer.evaluate()
+    for name, dataset in sets.items():
+        alone = trainer.evaluate(dataset, metric_key_prefix=f"eval_{name}")
+        assert alone[f"eval_{name}_loss"] == together[f"eval_{name}_loss"]
+    with pytest.raises(ValueError, match="is empty"):
+        trainer.evaluate(sets["code"].select([]))
+    with pytest.raises(ValueError, match="eval_dataset\\['chat'\\]"):
+        make_trainer(tmp_path, eval_dataset={**sets, "chat": Dataset.from_list(make_rows(["000"]))})
+
+
+def test_a_non_finite_sample_does_not_touch_the_evaluated_loss(tmp_path):
+    target = make_target("qwen3", torch.float64)
+    rows = make_rows(["00111111", "0011111111", "0111111"])
+    rows[1]["input_ids"][0] = 95
+    broken = BrokenTarget(target, TARGET_LAYER_IDS)
+    broken.first_token, broken.value = 95, math.nan
+    drafter = make_drafter(target, torch.float64)
+    _, metrics = evaluate(tmp_path / "1", target=broken, drafter=drafter, dataset=Dataset.from_list(rows))
+    without = Dataset.from_list([rows[0], rows[2]])
+    _, expected = evaluate(tmp_path / "2", target=target, drafter=drafter, dataset=without)
+    assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-12)
+    assert metrics["eval_accuracy"] == expected["eval_accuracy"]
+
+
+# ---- One sample, learned by heart ----
+
+
+def test_overfitting_one_sample_accepts_every_draft(tmp_path):
+    target = make_target("qwen3")
+    (row,) = make_rows(["0" * 4 + "1" * 13])
+    dataset = Dataset.from_list([row])
+    trainer = make_trainer(
+        tmp_path,
+        target=target,
+        drafter_options={"initializer_range": 0.05},
+        dataset=dataset,
+        eval_dataset=dataset,
+        labels="data",
+        anchor_ratio=0.0,
+        max_steps=120,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=60,
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    # Twelve tokens behind the first one, four a block (three drafts and the bonus): 4 + 4 + 4.
+    assert metrics["eval_acceptance_length"] == 4.0
+    assert [metrics[f"eval_accuracy_slot_{k}"] for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
+    last = [entry for entry in trainer.state.log_history if "learning_rate" in entry][-1]
+    assert last["accuracy"] > 0.99 and last["loss"] < 0.1
+
+
+# ---- Bad input ----
+
+
+def test_a_drafter_that_does_not_fit_the_target_is_refused(tmp_path):
+    target = make_target("qwen3")
+    wide = make_target("qwen3", hidden_size=48)
+    with pytest.raises(ValueError, match="`hidden_size` is 48, the target's is 32"):
+        make_trainer(tmp_path, target=target, drafter=make_drafter(wide))
+    deep = make_target("qwen3", num_hidden_layers=8)
+    with pytest.raises(ValueError, match="num_target_layers"):
+        make_trainer(tmp_path, target=target, drafter=make_drafter(deep))
+    with pytest.raises(ValueError, match="vocab_size"):
+        make_trainer(tmp_path, target=target, drafter=make_drafter(make_target("qwen3", vocab_size=100)))
+    with pytest.raises(ValueError, match="captures \\[0, 2\\]"):
+        make_trainer(tmp_path, target=FrozenTarget(target, [0, 2]), drafter=make_drafter(target))
+
+
+def test_a_mask_token_without_a_row_in_the_embedding_is_refused(tmp_path):
+    target = make_target("qwen3")
+    drafter = make_drafter(target, mask_token_id=95)
+    target.set_input_embeddings(torch.nn.Embedding(90, 32))
+    with pytest.raises(ValueError, match="no row of the target's embedding \\(90 rows\\)"):
+        make_trainer(tmp_path, target=target, drafter=drafter)
+    drafter.config.mask_token_id = None
+    with pytest.raises(ValueError, match="mask_token_id"):
+        make_trainer(tmp_path, target=target, drafter=drafter)
+
+
+@pytest.mark.parametrize("masks", [["000", "00000"], ["0010", "1000"]])
+def test_a_dataset_in_which_nothing_is_supervised_is_refused(masks, tmp_path):
+    dataset = Dataset.from_list(make_rows(masks))
+    for columns in (dataset, dataset.add_column("num_supervised", [sum(m) for m in dataset["loss_mask"]])):
+        with pytest.raises(ValueError, match="Nothing in `train_dataset` is supervised"):
+            make_trainer(tmp_path, dataset=columns)
+
+
+def test_datasets_without_rows_or_columns_are_refused_by_name(tmp_path):
+    dataset = make_dataset(3)
+    with pytest.raises(ValueError, match="`train_dataset` is empty"):
+        make_trainer(tmp_path, dataset=dataset.select([]))
+    with pytest.raises(ValueError, match="`eval_dataset` has no column loss_mask, row_id"):
+        make_trainer(tmp_path, eval_dataset=dataset.remove_columns(["loss_mask", "row_id"]))
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match="eval_dataset"):
+        trainer.evaluate()
+    trainer.train_dataset = None
+    with pytest.raises(ValueError, match="train_dataset"):
+        trainer.get_train_dataloader()
