@@ -56,6 +56,28 @@ def place_targets(
     return devices[local_rank * targets_per_process : (local_rank + 1) * targets_per_process]
 
 
+def check_launch(world_size: int) -> None:
+    """Refuses to train alone where several processes were asked for.
+
+    `accelerate launch --cpu --num_processes 2` starts one process and says nothing (accelerate 1.15).
+
+    Args:
+        world_size (`int`): processes that this one knows of, itself included.
+
+    Raises:
+        `ValueError`: naming both numbers, and the launcher that works.
+    """
+    wanted = int(os.environ.get("WORLD_SIZE", 1))
+    # What accelerate's launcher sets for a single process, and the rendezvous that only several processes need.
+    launched_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and "RANK" not in os.environ
+    if world_size == 1 and (wanted > 1 or (launched_alone and "MASTER_PORT" in os.environ)):
+        asked = f"{wanted} processes were" if wanted > 1 else "Several processes were"
+        raise ValueError(
+            f"{asked} asked for and this one is alone: each would train on everything. Start them with `torchrun "
+            "--nproc_per_node N`; `accelerate launch` starts several processes on GPUs only."
+        )
+
+
 def place_targets_of_this_process(target_devices: str | None, targets_per_process: int, use_cpu: bool) -> list[str]:
     """[`place_targets`] for the process that calls it, as `torchrun` and `accelerate launch` describe it."""
     return place_targets(

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, fields
 import torch
 import yaml
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
-from transformers.trainer_utils import get_last_checkpoint, set_seed
+from transformers.trainer_utils import set_seed
 
 from ..drafter.configuration_dflash import create_drafter_config
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..target.frozen_target import FrozenTarget
 from .arguments import DFlashTrainingArguments
+from .checkpoint import find_last_checkpoint
 from .curves import plot_curves
+from .host_group import HostGroup
 from .plan import place_targets_of_this_process
 from .trainer import DFlashTrainer
 
@@ -133,11 +135,12 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
     from ..data.tokenization import tokenize_completions
 
     folder = os.path.join(job.dataset_dir or os.path.join(args.output_dir, "dataset"), name)
-    with args.main_process_first(local=False, desc="tokenizing"):
-        if args.process_index == 0:
-            tokenize_completions(
-                sources, job.target, folder, max_length=job.max_length, enable_thinking=job.enable_thinking
-            )
+    if args.process_index == 0:
+        tokenize_completions(
+            sources, job.target, folder, max_length=job.max_length, enable_thinking=job.enable_thinking
+        )
+    # Not `main_process_first`: tokenizing a corpus takes longer than a collective may.
+    HostGroup(args.world_size).wait()
     return load_from_disk(folder)
 
 
@@ -186,7 +189,7 @@ def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
     args = trainer.args
     resume_from = args.resume_from_checkpoint
     if resume_from in (None, "auto") and os.path.isdir(args.output_dir):
-        resume_from = get_last_checkpoint(args.output_dir)
+        resume_from = find_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=resume_from)
     metrics = {}
     if trainer.eval_dataset is not None:

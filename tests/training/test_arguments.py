@@ -43,6 +43,10 @@ def test_every_option_of_ours_can_be_given_on_the_command_line_and_is_documented
         "attention_backend": "dense",
         "target_devices": "same",
         "targets_per_process": 2,
+        "matrix_optimizer": "muon",
+        "save_each_epoch": True,
+        "checkpoint_uri": "s3://bucket/run",
+        "acceptance_steps": 100,
     }
     assert set(flags) == {f.name for f in own} - inherited
     argv = [f"--{name}={value}" for name, value in flags.items()]

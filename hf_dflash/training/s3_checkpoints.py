@@ -1,0 +1,136 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Checkpoints on S3: copied in the background while training goes on, fetched when a run goes on elsewhere."""
+
+import os
+import queue
+import shutil
+import threading
+import time
+from pathlib import Path
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..object_store import ObjectStore
+from .checkpoint import CHECKPOINT_FILE, check_whole, is_whole
+
+
+logger = logging.get_logger(__name__)
+
+# Links to checkpoints that wait for their upload. Hidden: nothing else looks for checkpoints there.
+_STAGING = ".s3_uploads"
+
+
+class S3Callback(TrainerCallback):
+    """
+    Copies each checkpoint to `<uri>/checkpoint-<step>`, then points `<uri>/latest.json` at it.
+
+    Training does not wait: a thread uploads hard links, which rotation cannot take away. A failed upload is tried again, and
+    at last reported; it never stops training. What a killed run left waiting is uploaded when it goes on.
+
+    Args:
+        uri (`str`): `s3://bucket/prefix`.
+        store ([`ObjectStore`], *optional*): the service; boto3's own choice by default.
+        attempts (`int`, *optional*, defaults to 3): of a whole checkpoint; each request is retried within.
+        seconds_between (`float`, *optional*, defaults to 30): before the second attempt, twice as long before each further.
+    """
+
+    def __init__(self, uri: str, *, store: ObjectStore | None = None, attempts: int = 3, seconds_between: float = 30):
+        self.uri, self.attempts, self.seconds_between = uri.rstrip("/"), attempts, seconds_between
+        self.store = store if store is not None else ObjectStore()
+        self.failed: dict[str, str] = {}
+        self._waiting: queue.Queue[Path | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        self._thread = threading.Thread(target=self._upload_all, name="checkpoints to S3", daemon=True)
+        self._thread.start()
+        for staged in sorted(Path(args.output_dir, _STAGING).glob("*/checkpoint-*")):
+            if is_whole(staged):
+                self._waiting.put(staged)
+            else:
+                shutil.rmtree(staged.parent)
+
+    def on_save(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        name = f"checkpoint-{state.global_step}"
+        # A folder for each save, in their order: the same step is saved again when an evaluation adds to it.
+        staged = Path(args.output_dir, _STAGING, f"{time.time_ns():020}", name)
+        _link_folder(Path(args.output_dir, name), staged)
+        self._waiting.put(staged)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Waits for what is under way, and says what has not arrived."""
+        if self._thread is None:
+            return
+        self._waiting.put(None)
+        self._thread.join()
+        self._thread = None
+        for name, error in self.failed.items():
+            logger.error(f"{name} is not on {self.uri}: {error} It is still in {args.output_dir}.")
+
+    def _upload_all(self) -> None:
+        while (staged := self._waiting.get()) is not None:
+            error = self._upload(staged)
+            if error is None:
+                shutil.rmtree(staged.parent, ignore_errors=True)
+                self.failed.pop(staged.name, None)
+            else:
+                self.failed[staged.name] = error
+                logger.warning(f"{staged.name} could not be copied to {self.uri}; training goes on. {error}")
+
+    def _upload(self, staged: Path) -> str | None:
+        """Uploads one checkpoint; what went wrong in the last attempt, if it failed."""
+        for attempt in range(self.attempts):
+            if attempt:
+                time.sleep(self.seconds_between * 2 ** (attempt - 1))
+            try:
+                self.store.upload_folder(staged, f"{self.uri}/{staged.name}", last=(CHECKPOINT_FILE,))
+                self.store.write_latest(self.uri, staged.name)
+                return None
+            except Exception as error:  # noqa: BLE001 - a copy that fails, for whatever reason, must not end training
+                problem = f"{type(error).__name__}: {error}"
+        return problem
+
+
+def _link_folder(folder: Path, staged: Path) -> None:
+    """A second name for each file; a copy where the file system has no hard links. Files are replaced, never rewritten."""
+
+    def link(source, destination):
+        try:
+            os.link(source, destination)
+        except OSError:
+            shutil.copy2(source, destination)
+
+    shutil.copytree(folder, staged, copy_function=link)
+
+
+def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore | None = None) -> str:
+    """Downloads a checkpoint to go on from; what is already there with the same content is not fetched again.
+
+    Args:
+        uri (`str`): `s3://bucket/prefix/checkpoint-<step>`, or `s3://bucket/prefix` for the latest one below it.
+        output_dir (`str` or `os.PathLike`): the run's folder.
+        store ([`ObjectStore`], *optional*): the service.
+
+    Returns:
+        `str`: the folder `output_dir/checkpoint-<step>`.
+
+    Raises:
+        `FileNotFoundError`: if there is no such checkpoint.
+    """
+    store = store if store is not None else ObjectStore()
+    uri = uri.rstrip("/")
+    if not uri.rpartition("/")[2].startswith("checkpoint-"):
+        latest = store.read_latest(uri)
+        if latest is None:
+            raise FileNotFoundError(f"There is no checkpoint below {uri}: it has no latest.json.")
+        uri = latest
+    folder = os.path.join(output_dir, uri.rpartition("/")[2])
+    store.download_folder(uri, folder)
+    check_whole(folder)
+    return folder
