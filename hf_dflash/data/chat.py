@@ -293,7 +293,9 @@ class ChatRenderer:
                 prompt[-_LONGEST_HEADER:][header[-1].start() :],
                 reasoning,
                 tuple((m["role"], "reasoning_content" in m, "tool_calls" in m) for m in before),
-                json.dumps([conversation.tools is not None, conversation.chat_template_kwargs], sort_keys=True),
+                json.dumps(
+                    [conversation.tools is not None, conversation.chat_template_kwargs], sort_keys=True, default=str
+                ),
             )
             if key in self._form_of_reply:
                 return self._form_of_reply[key]
@@ -395,8 +397,6 @@ class ChatRenderer:
         Raises:
             [`~data.conversations.RowSkipped`]: the template refuses them.
         """
-        from jinja2 import TemplateError
-
         options = {**self.chat_template_kwargs, **conversation.chat_template_kwargs}
         problem = None
         for arguments_as_text in (False, True):
@@ -408,7 +408,7 @@ class ChatRenderer:
                     tokenize=False,
                     **options,
                 )
-            except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
+            except Exception as error:  # a template is foreign code: whatever it raises is its refusal
                 problem = problem or error
                 # Older templates glue the arguments of a tool call to other text, so they must be text.
                 if not any(message.get("tool_calls") for message in messages):
@@ -453,9 +453,10 @@ class ChatRenderer:
                 if not self._replies_are_context_free:
                     # The tokens of the prompt do not change with what follows, unless the two merge at the border.
                     reply = reply[len(prompt) :] if reply[: len(prompt)] == prompt else self.encode([turn.reply])[0]
-                if not self._eos_ids.isdisjoint(reply):
+                end = self._encode_end_of_turn(turn.end_of_turn)
+                if not self._eos_ids.isdisjoint(reply) or (end and end[-1] in reply):
                     return RowSkipped("end_of_turn_in_reply")
-                reply = reply + self._encode_end_of_turn(turn.end_of_turn)
+                reply = reply + end
             else:
                 reply = turn.reply
                 if (problem := self._problem_of(reply)) is not None:

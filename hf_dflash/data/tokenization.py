@@ -46,6 +46,7 @@ import numpy as np
 
 from hf_dflash.object_store import ObjectStore
 
+from . import conversations
 from .chat import ChatRenderer, ChatSample
 from .checks import DatasetGates, DatasetRefused, describe_counts, hash_reply, run_gates
 from .conversations import ROLES, SKIP_REASONS, RowSkipped, TokenizedRow, read_row
@@ -411,6 +412,12 @@ class _Worker:
                 found = [row] if isinstance(row, TokenizedRow) else self.renderer.turns(row)
             except RowSkipped as skipped:
                 found = [skipped]
+            except ValueError:
+                raise  # a mistake of the run, which holds for all rows: there is no chat template
+            except Exception as error:
+                raise RuntimeError(
+                    f"{self.sources[source_id].uri}:{line}: an error of ours, not of the row"
+                ) from error
             outcomes.append((source_id, line, found))
             turns += [turn for turn in found if not isinstance(turn, RowSkipped)]
         tokenized = iter(self.renderer.samples(turns))
@@ -725,14 +732,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-dflash tokenize",
         description="Completions (JSONL) -> a loss-masked dataset. A stopped run goes on; a finished one is not redone.",
-        epilog="Exit status: 0 every row used; 3 done, but rows were skipped; 1 refused by a gate; 2 an error.",
+        epilog="Exit status: 0 every row used; 3 done, but rows were skipped; 1 refused by a gate; 2 an error.\n\n"
+        + conversations.__doc__.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="JSONL files (also .gz), folders, globs, s3://bucket/prefix, hub://dataset. Layouts and roles: "
-        "hf_dflash/data/conversations.py",
+        help="JSONL files (also .gz), folders, globs, s3://bucket/prefix, hub://dataset; layouts and roles are below",
     )
     parser.add_argument(
         "--target", required=True, help="the target (folder or Hub id), for its tokenizer and template"

@@ -200,3 +200,14 @@ def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer):
     texts = ["", " ", "plain", "<|im_end|>\n", "né 🙂 \t x" * 50, "a\u0000b"]
     ids = ChatRenderer(tokenizer).encode(texts)
     assert ids == tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def test_a_target_without_a_chat_template_is_an_error_unless_rows_need_none(tokenizer, tmp_path):
+    bare = make_tokenizer(None)
+    source = write_lines(tmp_path / "a.jsonl", [conversation(1)])
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenize(source, bare, tmp_path / "out")
+    given = tokenize(source, bare, tmp_path / "given", chat_template=CHATML_TEMPLATE)
+    assert given["input_ids"][:] == tokenize(source, tokenizer, tmp_path / "own")["input_ids"][:]
+    tokens = write_lines(tmp_path / "b.jsonl", [{"prompt_token_ids": [5, 6], "completion_token_ids": [7, 8]}])
+    assert len(tokenize(tokens, make_tokenizer(None), tmp_path / "tokens")) == 1

@@ -1,0 +1,236 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""
+How fast completions become a dataset, how that grows with cores, and whether memory grows with rows.
+
+    python benchmarks/tokenize_completions.py --target TOKENIZER_FOLDER [--rows 200000] [--output results.json]
+
+Measured in one run, on the same generated rows:
+
+- `tokenize_completions` with 1 worker and with 2, on all rows and (1 worker) on a quarter of them;
+- the usual way, on a few thousand rows: per row, `apply_chat_template` over the prompt and over the whole conversation,
+  the mask from the difference, `Dataset.from_generator`.
+
+Tokens per second are given by the clock and by CPU time: on a machine that others use too, only the latter says what a core
+does. Peak memory is the resident set of all processes of a run together, sampled.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+
+# The reference job.
+REFERENCE_ROWS = 902_087
+REFERENCE_TOKENS = 1_870_000_000
+REFERENCE_WORKERS = 128
+# Tokens per second of a worker in the run that this is to beat.
+REFERENCE_RATE = 37_500
+
+USUAL_WAY_ROWS = 3_000
+
+
+def write_rows(path: Path, count: int, words_per_reply: int) -> None:
+    """Conversations with thinking, of words and punctuation in the frequencies of the standard library's docstrings."""
+    words = []
+    for module in (
+        "argparse",
+        "asyncio",
+        "collections",
+        "csv",
+        "datetime",
+        "decimal",
+        "email",
+        "http",
+        "json",
+        "logging",
+    ):
+        text = __import__(module).__doc__ or ""
+        words += text.split()
+    for module in (argparse, json, random, subprocess, tempfile, threading):
+        words += Path(module.__file__).read_text().split()
+    generator = random.Random(0)
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(count):
+            length = max(8, int(generator.lognormvariate(0, 0.6) * words_per_reply))
+            start = generator.randrange(len(words))
+            text = [words[(start + step * 7 + number) % len(words)] for step in range(length)]
+            cut = length * 3 // 4
+            message = {"role": "assistant", "reasoning_content": " ".join(text[:cut]), "content": " ".join(text[cut:])}
+            question = f"Question {number}: " + " ".join(words[start : start + 20])
+            row = {"messages": [{"role": "user", "content": question}, message], "finish_reason": "stop"}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def run_ours(source: str, target: str, workers: int) -> dict:
+    """One run in processes of its own, with what they took together."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--target", target, "--child", source, folder, str(workers)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
+        peak, cpu = 0, {}
+
+        def watch():
+            nonlocal peak
+            while process.poll() is None:
+                memory = 0
+                for pid, rss, seconds in processes_of(process.pid):
+                    memory += rss
+                    cpu[pid] = seconds
+                peak = max(peak, memory)
+                time.sleep(0.1)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        output, _ = process.communicate()
+        watcher.join()
+        if process.returncode:
+            raise SystemExit(f"{command} failed")
+    result = json.loads(output.splitlines()[-1])
+    return {
+        **result,
+        "workers": workers,
+        "cpu_seconds": sum(cpu.values()) - result.pop("start_cpu"),
+        "peak_bytes": peak,
+    }
+
+
+def processes_of(session: int):
+    """(pid, resident bytes, CPU seconds) of all processes of a session."""
+    ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it has just ended
+        if int(fields[3]) == session:
+            yield pid, int(fields[21]) * page, (int(fields[11]) + int(fields[12])) / ticks
+
+
+def child(source: str, target: str, folder: str, workers: int) -> None:
+    from hf_dflash.data.tokenization import tokenize_completions
+
+    tokenizer = load_tokenizer(target)
+    start_cpu, start = time.process_time(), time.perf_counter()
+    options = {"num_workers": workers, "gates": None, "disable_tqdm": True}
+    dataset = tokenize_completions(source, tokenizer, Path(folder, "dataset"), **options)
+    seconds = time.perf_counter() - start
+    counts = json.loads(Path(folder, "dataset", "manifest.json").read_text())["counts"]
+    assert counts["rows"] == counts["samples"] == len(dataset)
+    result = {"rows": counts["rows"], "tokens": counts["tokens"], "seconds": seconds, "start_cpu": start_cpu}
+    print(json.dumps(result))
+
+
+def run_usual_way(source: str, target: str) -> dict:
+    from datasets import Dataset
+
+    tokenizer = load_tokenizer(target)
+
+    def rows():
+        with open(source, encoding="utf-8") as file:
+            for _, line in zip(range(USUAL_WAY_ROWS), file, strict=False):
+                messages = json.loads(line)["messages"]
+                prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+                ids = tokenizer.apply_chat_template(messages)["input_ids"]
+                yield {"input_ids": ids, "loss_mask": [int(place >= len(prompt)) for place in range(len(ids))]}
+
+    with tempfile.TemporaryDirectory() as folder:
+        start, start_cpu = time.perf_counter(), time.process_time()
+        dataset = Dataset.from_generator(rows, cache_dir=folder)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+        return {
+            "rows": len(dataset),
+            "tokens": sum(map(len, dataset["input_ids"])),
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+        }
+
+
+def load_tokenizer(target: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target)
+
+
+def rates(run: dict) -> str:
+    return (
+        f"{run['rows'] / run['seconds']:>9,.0f} {run['tokens'] / run['seconds']:>11,.0f} "
+        f"{run['tokens'] / run['cpu_seconds']:>13,.0f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", required=True, help="folder with a tokenizer and its chat template")
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--words", type=int, default=150, help="median words of a reply (%(default)s)")
+    parser.add_argument("--output", help="write the results there as JSON")
+    parser.add_argument("--child", nargs=3, metavar=("SOURCE", "FOLDER", "WORKERS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if arguments.child:
+        source, folder, workers = arguments.child
+        child(source, arguments.target, folder, int(workers))
+        return
+
+    with tempfile.TemporaryDirectory() as folder:
+        everything, quarter = (str(Path(folder, name)) for name in ("all.jsonl", "quarter.jsonl"))
+        write_rows(Path(everything), arguments.rows, arguments.words)
+        write_rows(Path(quarter), arguments.rows // 4, arguments.words)
+        runs = {
+            "1 worker, a quarter of the rows": run_ours(quarter, arguments.target, 1),
+            "1 worker": run_ours(everything, arguments.target, 1),
+            "2 workers": run_ours(everything, arguments.target, 2),
+        }
+        usual = run_usual_way(everything, arguments.target)
+
+    tokenizer = load_tokenizer(arguments.target)
+    one, two, less = runs["1 worker"], runs["2 workers"], runs["1 worker, a quarter of the rows"]
+    print(
+        f"{type(tokenizer).__name__}, {len(tokenizer)} ids; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    )
+    print(f"{'':<34}{'rows':>9}{'rows/s':>10}{'tokens/s':>12}{'tokens/CPU-s':>14}{'peak RSS':>11}")
+    for name, run in runs.items():
+        print(f"{name:<34}{run['rows']:>9,} {rates(run)} {run['peak_bytes'] / 2**20:>7,.0f} MiB")
+    print(f"{'the usual way, 1 process':<34}{usual['rows']:>9,} {rates(usual)}")
+
+    rate = one["tokens"] / one["cpu_seconds"]
+    scaling = (two["tokens"] / two["cpu_seconds"]) / rate
+    seconds = REFERENCE_TOKENS / (REFERENCE_WORKERS * rate * scaling)
+    summary = {
+        "ratio to the usual way (tokens per CPU-second)": rate / (usual["tokens"] / usual["cpu_seconds"]),
+        "ratio to the reference run's worker (37.5K tokens/s)": rate / REFERENCE_RATE,
+        "speed-up of 2 workers by the clock": one["seconds"] / two["seconds"],
+        "work of 2 workers for the same tokens, in CPU time (1 = none is lost)": 1 / scaling,
+        "peak memory, all rows to a quarter of them": one["peak_bytes"] / less["peak_bytes"],
+        "reference job on 128 workers, seconds (extrapolated)": seconds,
+    }
+    print()
+    for name, value in summary.items():
+        print(f"{name:<75}{value:>9.2f}")
+    print(
+        f"\nExtrapolation: {REFERENCE_TOKENS / 1e9:.2f}B tokens / ({REFERENCE_WORKERS} workers x {rate:,.0f} tokens per CPU-second "
+        f"x {scaling:.2f}, the share that stays with a second worker). Workers share nothing but the list of units, so the "
+        "loss per\nworker does not grow with their number as long as source and disk keep up "
+        f"({4 * REFERENCE_TOKENS / seconds / 1e9:.1f} GB/s of text at that speed); start-up of the processes comes on top."
+    )
+    if arguments.output:
+        result = {
+            "runs": runs,
+            "usual way": usual,
+            "summary": summary,
+            "load": os.getloadavg(),
+            "cores": os.cpu_count(),
+        }
+        result["tokenizer"] = {"class": type(tokenizer).__name__, "size": len(tokenizer)}
+        Path(arguments.output).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
