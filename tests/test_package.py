@@ -68,6 +68,7 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     shipped = set(zipfile.ZipFile(wheel).namelist())
     assert "hf_dflash/py.typed" in shipped
+    assert "hf_dflash/model_card/drafter_card.md.jinja" in shipped
     for path in (ROOT / "hf_dflash").rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             assert str(path.relative_to(ROOT)) in shipped

@@ -9,6 +9,7 @@ count boundaries and therefore hold k + 1.
 """
 
 import argparse
+import copy
 import json
 import logging
 import shutil
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CommitInfo, HfApi
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -24,6 +25,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.configuration_dflash import DFlashConfig, check_target_layer_ids
 from ..drafter.modeling_dflash import DFlashForSpeculation
+from .commits import commit_folder
 from .drafter_files import (
     WEIGHTS_FILE,
     check_is_free,
@@ -34,7 +36,7 @@ from .drafter_files import (
     read_tensors,
 )
 from .foreign_layouts import SHARED_FIELDS, read_foreign_drafter
-from .model_card import create_drafter_card, read_training_record
+from .model_card import CURVES_FILE, TrainingRecord, create_drafter_card, read_training_record
 from .portability import SERVING_ENGINES, find_problems
 
 
@@ -87,18 +89,14 @@ def export_drafter(
     unknown = set(engines) - set(SERVING_ENGINES)
     if unknown:
         raise ValueError(f"There is no serving engine {sorted(unknown)}: choose from {', '.join(SERVING_ENGINES)}.")
+    record = curves = None
     if isinstance(drafter, DFlashForSpeculation):
-        config, tensors, record = drafter.config, drafter.state_dict(), None
+        config, tensors = drafter.config, drafter.state_dict()
     else:
         folder = open_folder(drafter)
-        config_dict = read_config(folder)
-        if config_dict.get("model_type") != "dflash":
-            raise ValueError(
-                f"{drafter} is not in hf_dflash's own layout (`model_type` is {config_dict.get('model_type')!r}): "
-                "`hf-dflash import` it first."
-            )
-        config = DFlashConfig.from_dict(config_dict)
-        tensors, record = read_tensors(folder), read_training_record(folder)
+        config, tensors = read_native_drafter(folder)
+        record = read_training_record(folder)
+        curves = folder / CURVES_FILE if (folder / CURVES_FILE).is_file() else None
 
     target_config, target_name = _find_target(config, target, target_name)
     check_fits_target(config, target_config)
@@ -112,11 +110,31 @@ def export_drafter(
             form="serving",
             target_name=target_name,
             repo_id=repo_id or output_dir.name,
-            revision=revision,
+            serving_revision=revision,
             record=record,
+            has_curves=curves is not None,
         )
         card.save(folder / "README.md")
+        if curves is not None:
+            shutil.copyfile(curves, folder / CURVES_FILE)
     return output_dir
+
+
+def write_native_form(folder: Path, config: DFlashConfig, tensors: dict) -> None:
+    """
+    Config, bf16 weights, remote code and `custom_generate/`: what `AutoModel` loads, with the package or without it.
+
+    Args:
+        folder (`Path`): where to; other files in it stay.
+        config ([`DFlashConfig`]), tensors (`dict[str, torch.Tensor]`): the drafter's, which stay as they are.
+    """
+    with torch.device("meta"):
+        drafter = DFlashForSpeculation(copy.deepcopy(config))
+    drafter.load_state_dict(
+        {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in tensors.items()}, assign=True
+    )
+    drafter.save_pretrained(folder)
+    copy_custom_generate(folder)
 
 
 def write_serving_form(folder: Path, config: DFlashConfig, tensors: dict, target_config, target_name: str) -> None:
@@ -251,56 +269,106 @@ def import_drafter(source: str | Path, output_dir: str | Path, *, target: str | 
     return drafter
 
 
+def read_native_drafter(folder: Path) -> tuple[DFlashConfig, dict[str, torch.Tensor]]:
+    """Config and tensors of a folder in our own form.
+
+    Raises:
+        `ValueError`: if it is in another project's form.
+        `FileNotFoundError`: if a file is missing.
+    """
+    config_dict = read_config(folder)
+    if config_dict.get("model_type") != "dflash":
+        raise ValueError(
+            f"{folder} is not in hf_dflash's own layout (`model_type` is {config_dict.get('model_type')!r}): "
+            "`hf-dflash import` it first."
+        )
+    return DFlashConfig.from_dict(config_dict), read_tensors(folder)
+
+
 def push_to_hub(
     folder: str | Path,
     repo_id: str,
     *,
     target: str | PreTrainedConfig | None = None,
     target_name: str | None = None,
-    serving_revision: str = "serving",
+    engines: tuple[str, ...] = SERVING_ENGINES,
+    record: TrainingRecord | None = None,
+    curves: str | Path | None = None,
+    tags: list[str] | None = None,
+    revision: str | None = None,
+    serving_revision: str | None = "serving",
+    commit_message: str = "A drafter",
     private: bool | None = None,
     token: str | None = None,
-) -> str:
+) -> CommitInfo:
     """
-    Publishes both forms of a drafter in one repository: the native one on `main`, the serving one on a revision.
+    Publishes both forms of a drafter in one repository, in bf16: the native one on `main`, the serving one on a branch.
+
+    Each form arrives whole, in one commit. Nothing else of the folder is uploaded: no checkpoints, data sets or results.
 
     Args:
-        folder (`str` or `Path`): a native drafter; its checkpoints are left out.
+        folder (`str` or `Path`): a native drafter.
         repo_id (`str`): where to.
-        target, target_name: as in [`export_drafter`], whose checks come first: nothing is uploaded if one fails.
-        serving_revision (`str`, *optional*, defaults to `"serving"`): the branch that engines are pointed at.
+        target, target_name, engines: as in [`export_drafter`], whose checks come first: nothing is uploaded if one fails.
+        record ([`TrainingRecord`], *optional*): for the cards; by default that of the card in the folder.
+        curves (`str` or `Path`, *optional*): picture for the cards; by default `training_curves.png` in the folder.
+        tags (`list[str]`, *optional*): further tags for the native card.
+        revision (`str`, *optional*): the branch of the native form, `main` by default; created where missing.
+        serving_revision (`str`, *optional*, defaults to `"serving"`):
+            The branch that engines are pointed at; `None` for none.
+        commit_message (`str`, *optional*, defaults to `"A drafter"`): of both commits.
         private (`bool`, *optional*), token (`str`, *optional*): as in `huggingface_hub`.
 
     Returns:
-        `str`: the repository's address.
+        `huggingface_hub.CommitInfo`: of the native form's commit; its `repo_url` is the repository's address.
+
+    Raises:
+        `ValueError`, `OSError`: as in [`export_drafter`].
+        `huggingface_hub.errors.HfHubHTTPError`: if the Hub refuses.
     """
-    api = HfApi(token=token)
+    folder = Path(folder)
+    revision = None if revision == "main" else revision
+    record = record if record is not None else read_training_record(folder)
+    config, tensors = read_native_drafter(folder)
     with tempfile.TemporaryDirectory() as temporary:
-        serving = export_drafter(
-            folder,
-            Path(temporary) / "serving",
-            target=target,
+        native, serving = Path(temporary, "native"), Path(temporary, "serving")
+        config.target_name_or_path = target_name or config.target_name_or_path
+        write_native_form(native, config, tensors)
+        curves = Path(curves) if curves is not None else folder / CURVES_FILE
+        if curves.is_file():
+            shutil.copyfile(curves, native / CURVES_FILE)
+        create_drafter_card(
+            config,
+            form="native",
             target_name=target_name,
             repo_id=repo_id,
-            revision=serving_revision,
-        )
-        url = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            ignore_patterns=["checkpoint-*", "_*"],
-            commit_message="The drafter, in hf_dflash's own form",
-        )
-        # A branch starts as a copy of main: what the serving form does not have must go.
-        api.create_branch(repo_id, branch=serving_revision, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo_id,
-            folder_path=serving,
-            revision=serving_revision,
-            delete_patterns="*",
-            commit_message="The same drafter, in the form that serving engines read",
-        )
-    return str(url)
+            serving_revision=serving_revision,
+            native_revision=revision,
+            record=record,
+            has_curves=curves.is_file(),
+            tags=tags,
+        ).save(native / "README.md")
+        if serving_revision is not None:
+            export_drafter(
+                native,
+                serving,
+                target=target,
+                target_name=target_name,
+                engines=engines,
+                repo_id=repo_id,
+                revision=serving_revision,
+            )
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = commit_folder(api, repo_id, native, commit_message, revision=revision)
+        if serving_revision is not None:
+            api.create_branch(repo_id, branch=serving_revision, exist_ok=True)
+            # The branch starts as a copy of main: what the serving form does not have must go.
+            commit_folder(api, repo_id, serving, commit_message, revision=serving_revision, remove_others=True)
+    return commit
 
 
 def _find_target(config, target, target_name) -> tuple[PreTrainedConfig | None, str]:

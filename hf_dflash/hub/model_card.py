@@ -11,7 +11,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from .portability import find_problems
 
 
-TEMPLATE = Path(__file__).with_name("drafter_card.md.jinja")
+PACKAGE = Path(__file__).parents[1]
+TEMPLATE_NAME = Path("model_card", "drafter_card.md.jinja")
+# A wheel carries the folder `model_card/` inside the package, a checkout has it beside the package.
+TEMPLATE = next(path for path in (PACKAGE / TEMPLATE_NAME, PACKAGE.parent / TEMPLATE_NAME) if path.is_file())
+# Beside the card, where a run has drawn them.
+CURVES_FILE = "training_curves.png"
 # Where the card's metadata keeps the training record, for the cards of other forms of the same drafter.
 _RECORD_KEY = "hf_dflash"
 
@@ -41,6 +46,8 @@ class TrainingRecord:
         hyperparameters (`dict`, *optional*): names and values.
         acceptance (`list[AcceptanceFigure]`, *optional*): measured figures.
         license (`str`, *optional*): of the drafter, as the Hub spells it.
+        progress (`str`, *optional*): one sentence about how far training has come.
+        versions (`dict[str, str]`, *optional*): what it was made with.
     """
 
     data: str | None = None
@@ -48,6 +55,8 @@ class TrainingRecord:
     hyperparameters: dict = field(default_factory=dict)
     acceptance: list[AcceptanceFigure] = field(default_factory=list)
     license: str | None = None
+    progress: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 def create_drafter_card(
@@ -56,9 +65,11 @@ def create_drafter_card(
     form: str = "native",
     target_name: str | None = None,
     repo_id: str | None = None,
-    revision: str | None = None,
+    serving_revision: str | None = None,
+    native_revision: str | None = None,
     record: TrainingRecord | None = None,
-    is_dense: bool = False,
+    has_curves: bool = False,
+    tags: list[str] | None = None,
 ) -> ModelCard:
     """
     Args:
@@ -70,12 +81,16 @@ def create_drafter_card(
             Hub id of the target; that of the config by default.
         repo_id (`str`, *optional*):
             Hub id of the drafter, for title and commands.
-        revision (`str`, *optional*):
+        serving_revision (`str`, *optional*):
             The revision of the repository that holds the serving form, if not its main one.
+        native_revision (`str`, *optional*):
+            The revision of the repository that holds the native form, if not its main one.
         record ([`TrainingRecord`], *optional*):
             How it was trained and measured.
-        is_dense (`bool`, *optional*, defaults to `False`):
-            Whether the target has attention layers only, so that transformers' own `generate` can roll it back.
+        has_curves (`bool`, *optional*, defaults to `False`):
+            Whether `training_curves.png` lies beside the card.
+        tags (`list[str]`, *optional*):
+            Further tags.
 
     Returns:
         `huggingface_hub.ModelCard`: `.save(folder / "README.md")` writes it.
@@ -89,18 +104,19 @@ def create_drafter_card(
     target_name = target_name or config.target_name_or_path or "TARGET"
     repo_id = repo_id or "DRAFTER"
     # What the engines are pointed at: this repository, or the folder that the export writes.
-    served = "EXPORTED" if form == "native" and revision is None else repo_id
+    served = "EXPORTED" if form == "native" and serving_revision is None else repo_id
     vllm_config = {"method": "dflash", "model": served, "num_speculative_tokens": config.block_size - 1}
-    if revision:
-        vllm_config["revision"] = revision
+    if serving_revision:
+        vllm_config["revision"] = serving_revision
+    target_is_on_hub = target_name != "TARGET" and not is_local_path(target_name)
 
     card_data = ModelCardData(
-        base_model=target_name if target_name != "TARGET" and not Path(target_name).is_dir() else None,
+        base_model=target_name if target_is_on_hub else None,
         datasets=record.datasets or None,
         license=record.license,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["dflash", "speculative-decoding", "hf_dflash"],
+        tags=list(dict.fromkeys(["dflash", "speculative-decoding", "hf_dflash", *(tags or [])])),
         **({_RECORD_KEY: asdict(record)} if record != TrainingRecord() else {}),
     )
     return ModelCard.from_template(
@@ -109,16 +125,24 @@ def create_drafter_card(
         config=config,
         form=form,
         target_name=target_name,
+        target_is_on_hub=target_is_on_hub,
         repo_id=repo_id,
-        revision=revision,
+        serving_revision=serving_revision,
+        native_revision=native_revision,
         served=served,
         vllm_config=json.dumps(vllm_config),
         layer_kinds=_describe_layers(config),
         causality=_describe_causality(config),
         warnings=[str(problem) for problem in find_problems(config)],
         record=record,
-        is_dense=is_dense,
+        has_curves=has_curves,
+        curves_file=CURVES_FILE,
     )
+
+
+def is_local_path(name: str) -> bool:
+    """Whether a model's name says where it lies on some disk: such a name is no Hub id, and nothing for others to see."""
+    return name.startswith(("/", ".", "~")) or Path(name).is_dir()
 
 
 def read_training_record(folder: Path) -> TrainingRecord | None:

@@ -71,6 +71,15 @@ class DFlashTrainingArguments(TrainingArguments):
         acceptance_steps (`int`, *optional*, defaults to 0):
             Decode a few held-out prompts every so many steps, and compare with the simulated figure. 0 for never.
 
+        > Parameters that control what a pushed drafter's card says
+
+        target_hub_id (`str`, *optional*):
+            The target's Hub id, where the target was loaded from a folder.
+        hub_license (`str`, *optional*):
+            Licence of the drafter, as the Hub spells it, for example `"apache-2.0"`.
+        hub_datasets (`list[str]`, *optional*):
+            Hub ids of the data.
+
     > [!NOTE]
     > These parameters have another default than in [`~transformers.TrainingArguments`]:
     > - `learning_rate`: 6e-4, `lr_scheduler_type`: `"cosine"`, `warmup_steps`: 0.04 of all steps, `num_train_epochs`: 6 (paper, A.1).
@@ -167,6 +176,11 @@ class DFlashTrainingArguments(TrainingArguments):
         default=0,
         metadata={"help": "Decode a few held-out prompts every so many steps, beside the simulated figure; 0: never."},
     )
+    target_hub_id: str | None = field(
+        default=None, metadata={"help": "The target's Hub id for the card, where the target is a folder."}
+    )
+    hub_license: str | None = field(default=None, metadata={"help": "Licence of the drafter, for its card."})
+    hub_datasets: list[str] | None = field(default=None, metadata={"help": "Hub ids of the data, for the card."})
 
     def __post_init__(self):
         for name, choices in (

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 
@@ -119,3 +120,22 @@ def rotate_checkpoints(output_dir: str | os.PathLike, limit: int | None, best: s
         # First what makes it whole: a crash in the middle must not leave something that looks whole.
         (path / CHECKPOINT_FILE).unlink()
         shutil.rmtree(path, ignore_errors=True)
+
+
+def link_folder(folder: str | os.PathLike, destination: Path, patterns: tuple[str, ...] = ("*",)) -> None:
+    """Gives files a second name, which rotation cannot take away. Files of a checkpoint are replaced, never rewritten.
+
+    Args:
+        folder (`str` or `os.PathLike`): a checkpoint.
+        destination (`Path`): where the links go; copies where the file system has no hard links.
+        patterns (`tuple[str]`, *optional*): of the files, by their path in the folder; all by default.
+    """
+    for path in sorted(Path(folder).rglob("*")):
+        name = path.relative_to(folder)
+        if not path.is_file() or not any(fnmatch(name.as_posix(), pattern) for pattern in patterns):
+            continue
+        (destination / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, destination / name)
+        except OSError:
+            shutil.copy2(path, destination / name)

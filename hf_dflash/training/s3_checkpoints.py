@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..object_store import ObjectStore
-from .checkpoint import CHECKPOINT_FILE, check_whole, is_whole
+from .checkpoint import CHECKPOINT_FILE, check_whole, is_whole, link_folder
 
 
 logger = logging.get_logger(__name__)
@@ -60,7 +60,7 @@ class S3Callback(TrainerCallback):
         name = f"checkpoint-{state.global_step}"
         # A folder for each save, in their order: the same step is saved again when an evaluation adds to it.
         staged = Path(args.output_dir, _STAGING, f"{time.time_ns():020}", name)
-        _link_folder(Path(args.output_dir, name), staged)
+        link_folder(Path(args.output_dir, name), staged)
         self._waiting.put(staged)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -95,18 +95,6 @@ class S3Callback(TrainerCallback):
             except Exception as error:  # noqa: BLE001 - a copy that fails, for whatever reason, must not end training
                 problem = f"{type(error).__name__}: {error}"
         return problem
-
-
-def _link_folder(folder: Path, staged: Path) -> None:
-    """A second name for each file; a copy where the file system has no hard links. Files are replaced, never rewritten."""
-
-    def link(source, destination):
-        try:
-            os.link(source, destination)
-        except OSError:
-            shutil.copy2(source, destination)
-
-    shutil.copytree(folder, staged, copy_function=link)
 
 
 def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore | None = None) -> str:

@@ -5,11 +5,11 @@
 Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B slots, N = R * A blocks, H hidden size.
 """
 
-import copy
 import itertools
 import os
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from transformers import PreTrainedModel, Trainer
 
 from .._compat import mark_loss_as_scaled
 from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader, collate_rows
+from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
 from ..drafter.losses import compute_dflash_loss, position_weights
 from ..drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
 from ..evaluation.acceptance import count_accepted, find_replies, walk_reply
+from ..hub.layouts import write_native_form
 from ..object_store import is_object_uri
 from ..target.frozen_target import FrozenTarget, TargetFeatures
 from .adapters import add_adapter
@@ -40,12 +42,13 @@ from .interruption import CatchUpCallback, StopCallback, StopSignals
 from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
 from .muon import MuonWithAdamW
 from .plan import check_launch, place_targets_of_this_process
+from .publishing import HubPublishing
 from .resume_contract import check_contract, describe_run
 from .s3_checkpoints import S3Callback, fetch_checkpoint
 from .target_loading import load_targets
 
 
-class DFlashTrainer(Trainer):
+class DFlashTrainer(HubPublishing, Trainer):
     """
     A [`~transformers.Trainer`] for DFlash drafters (arXiv 2602.06036).
 
@@ -154,6 +157,9 @@ class DFlashTrainer(Trainer):
             self.add_callback(S3Callback(args.checkpoint_uri))
         if isinstance(eval_dataset, dict) and args.metric_for_best_model == BEST_METRIC:
             args.metric_for_best_model = f"eval_{next(iter(eval_dataset))}_acceptance_length"
+        if args.push_to_hub:
+            # Known now, or a run of a week ends without a repository.
+            _ = self.target_hub_id
         self._contract = None
         self._saved_step = None
 
@@ -567,6 +573,7 @@ class DFlashTrainer(Trainer):
             mark_whole(folder, self._contract)
             rotate_checkpoints(os.path.dirname(folder), limit, self.state.best_model_checkpoint)
         self._saved_step = self.state.global_step
+        self.publish_checkpoint(folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user (DESIGN 4)."""
@@ -580,19 +587,20 @@ class DFlashTrainer(Trainer):
     _saves_bf16 = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        # The options are saved too, and checkpoints go to places where a token must not.
+        token, self.args.hub_token = self.args.hub_token, None
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.hub_token = token
         drafter = self.accelerator.unwrap_model(self.model)
-        if self._saves_bf16 and self.args.should_save and isinstance(drafter, PreTrainedModel):
-            save_in_bf16(drafter, output_dir or self.args.output_dir)
-
-
-def save_in_bf16(drafter: PreTrainedModel, output_dir: str) -> None:
-    """Writes a drafter's weights as bf16 and says so in its config, leaving the drafter itself as it is."""
-    with torch.device("meta"):
-        served = type(drafter)(copy.deepcopy(drafter.config))
-    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
-    served.load_state_dict(weights, assign=True)
-    served.save_pretrained(output_dir)
+        if self.args.should_save and isinstance(drafter, PreTrainedModel):
+            folder = Path(output_dir or self.args.output_dir)
+            if self._saves_bf16:
+                weights = state_dict if state_dict is not None else drafter.state_dict()
+                write_native_form(folder, drafter.config, weights)
+            else:
+                copy_custom_generate(folder)
 
 
 def check_supervision(dataset, name: str) -> None:

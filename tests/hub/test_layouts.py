@@ -14,7 +14,6 @@ from hf_dflash.hub.layouts import (
     export_drafter,
     import_drafter,
     make_serving_config,
-    push_to_hub,
 )
 
 
@@ -337,37 +336,3 @@ def test_native_drafters_are_not_imported(tiny_qwen3, tmp_path):
     make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native")
     with pytest.raises(ValueError, match="native drafter already"):
         import_drafter(tmp_path / "native", tmp_path / "again")
-
-
-def test_push_puts_both_forms_in_one_repository(tiny_qwen3, tmp_path, monkeypatch):
-    """No Hub stands on loopback, so what would be uploaded is looked at instead."""
-    revisions = {}
-
-    class RecordingApi:
-        def __init__(self, token=None):
-            pass
-
-        def create_repo(self, repo_id, private, exist_ok):
-            return f"https://huggingface.co/{repo_id}"
-
-        def create_branch(self, repo_id, branch, exist_ok):
-            assert "main" in revisions, "a branch starts as a copy of main"
-            revisions[branch] = dict(revisions["main"])
-
-        def upload_folder(self, *, repo_id, folder_path, revision="main", delete_patterns=None, **_):
-            kept = {} if delete_patterns == "*" else revisions.get(revision, {})
-            files = [path for path in folder_path.rglob("*") if path.is_file()]
-            new = {str(path.relative_to(folder_path)): path.read_text(errors="replace") for path in files}
-            revisions[revision] = {**kept, **new}
-
-    monkeypatch.setattr("hf_dflash.hub.layouts.HfApi", RecordingApi)
-    make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native")
-    url = push_to_hub(tmp_path / "native", "some-org/drafter", target=tiny_qwen3.config)
-    assert url == "https://huggingface.co/some-org/drafter"
-    assert json.loads(revisions["main"]["config.json"])["model_type"] == "dflash"
-    assert json.loads(revisions["serving"]["config.json"])["model_type"] == "qwen3"
-    assert "modeling_dflash.py" in revisions["main"] and "dflash.py" in revisions["serving"]
-    assert "custom_generate/generate.py" in revisions["serving"]
-    assert '"model": "some-org/drafter"' in revisions["serving"]["README.md"]
-    assert '"revision": "serving"' in revisions["serving"]["README.md"]
-    assert "--speculative-draft-model-revision serving" in revisions["serving"]["README.md"]

@@ -9,7 +9,13 @@ from huggingface_hub import ModelCard
 
 from hf_dflash import DFlashForSpeculation, create_drafter_config
 from hf_dflash.hub.layouts import export_drafter
-from hf_dflash.hub.model_card import AcceptanceFigure, TrainingRecord, create_drafter_card, read_training_record
+from hf_dflash.hub.model_card import (
+    TEMPLATE,
+    AcceptanceFigure,
+    TrainingRecord,
+    create_drafter_card,
+    read_training_record,
+)
 
 
 pytestmark = pytest.mark.compat
@@ -20,6 +26,8 @@ RECORD = TrainingRecord(
     hyperparameters={"learning_rate": 6e-4, "num_anchors": 512},
     acceptance=[AcceptanceFigure("GSM8K", 5.317, "128 prompts, greedy, really decoded")],
     license="apache-2.0",
+    progress="Under way: step 5000 of 28000.",
+    versions={"hf_dflash": "0.1.0", "PyTorch": "2.13.0"},
 )
 
 
@@ -46,6 +54,8 @@ def test_card_states_target_data_hyperparameters_and_how_acceptance_was_measured
     for words in (
         RECORD.data,
         "| num_anchors | 512 |",
+        "Under way: step 5000 of 28000.",
+        "Made with hf_dflash 0.1.0, PyTorch 2.13.0.",
         "| GSM8K | 5.32 | 128 prompts, greedy, really decoded |",
         "2602.06036",
     ):
@@ -55,7 +65,7 @@ def test_card_states_target_data_hyperparameters_and_how_acceptance_was_measured
 @pytest.mark.parametrize("form", ["native", "serving"])
 @pytest.mark.parametrize("revision", [None, "serving"])
 def test_commands_of_both_engines_name_the_form_that_they_can_read(form, revision, config):
-    card = create_drafter_card(config, form=form, repo_id="some-org/drafter", revision=revision)
+    card = create_drafter_card(config, form=form, repo_id="some-org/drafter", serving_revision=revision)
     served = "EXPORTED" if form == "native" and revision is None else "some-org/drafter"
     vllm, sglang = commands(card)["vllm"], commands(card)["sglang"]
     assert vllm[:3] == ["vllm", "serve", "some-org/target"]
@@ -71,12 +81,44 @@ def test_commands_of_both_engines_name_the_form_that_they_can_read(form, revisio
 
 @pytest.mark.parametrize("form", ["native", "serving"])
 def test_python_on_the_card_compiles_and_trusts_code_where_it_must(form, config):
-    card = create_drafter_card(config, form=form, repo_id="some-org/drafter", revision="serving")
-    (code,) = re.findall(r"```python\n(.*?)\n```", card.content, re.DOTALL)
-    compile(code, "card", "exec")
-    assert ("trust_remote_code=True" in code) == (form == "serving")
-    assert ('revision="serving"' in code) == (form == "serving")
-    assert ("import hf_dflash" in code) == (form == "native")
+    card = create_drafter_card(config, form=form, repo_id="some-org/drafter", serving_revision="serving")
+    first, *others = re.findall(r"```python\n(.*?)\n```", card.content, re.DOTALL)
+    assert len(others) == (form == "native"), "only the native form has a way with the package and one without"
+    for code in (first, *others):
+        compile(code, "card", "exec")
+    assert ("trust_remote_code=True" in first) == (form == "serving")
+    assert ('revision="serving"' in first) == (form == "serving")
+    assert ("import hf_dflash" in first) == (form == "native")
+    assert all("trust_remote_code=True" in code for code in others)
+
+
+def test_a_native_form_beside_main_is_named_where_it_is_loaded(config):
+    card = create_drafter_card(config, repo_id="some-org/drafter", native_revision="v2", serving_revision="serving-v2")
+    assert 'from_pretrained("some-org/drafter", revision="v2"' in card.content
+    assert json.loads(commands(card)["vllm"][-1])["revision"] == "serving-v2"
+    assert "custom_generate" not in card.content, "`generate` would look for the code on main"
+
+
+@pytest.mark.parametrize("target_name", ["/data/models/target", "./target", "~/target"])
+def test_a_folder_is_no_base_model_and_no_link(target_name, config):
+    config.target_name_or_path = target_name
+    card = create_drafter_card(config, repo_id="some-org/drafter")
+    assert card.data.base_model is None
+    assert f"huggingface.co/{target_name}" not in card.content
+
+
+def test_a_card_holds_no_placeholder_and_shows_curves_only_where_there_are_some(config):
+    plain = create_drafter_card(config, repo_id="some-org/drafter", serving_revision="serving", record=RECORD)
+    drawn = create_drafter_card(config, repo_id="some-org/drafter", record=RECORD, has_curves=True)
+    for card in (plain, drawn):
+        assert not re.search(r"\b(TODO|TARGET|DRAFTER|None|undefined|More information needed)\b|{{|{%", card.content)
+        assert "## Licence" in card.content and "`apache-2.0`" in card.content
+    assert "training_curves.png" not in plain.content
+    assert "![Loss, acceptance length and accuracy by slot](training_curves.png)" in drawn.content
+
+
+def test_the_template_stands_in_the_folder_of_its_name():
+    assert TEMPLATE.parts[-2:] == ("model_card", "drafter_card.md.jinja")
 
 
 def test_engines_that_would_compute_something_else_are_named(config):
