@@ -13,7 +13,7 @@ as you like; a second start goes on where the first one was.
 
 The completions that ship with the pocket target:
 
-    python recipes/tokenize_completions.py recipes/pocket/completions.jsonl --target recipes/pocket --block-size 8 \\
+    python recipes/tokenize_completions.py recipes/pocket/completions_train.jsonl.gz --target recipes/pocket --block-size 8 \\
         --output pocket_dataset
 """
 

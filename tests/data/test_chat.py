@@ -1,12 +1,18 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 from tiny_tokenizers import CHATML_TEMPLATE, THINKING_TEMPLATE, make_tokenizer, special_tokens_of
+from transformers import AutoTokenizer
 
 from hf_dflash.data.chat import render_conversation
 from hf_dflash.data.conversations import RowSkipped
 
 
+POCKET = Path(__file__).parents[2] / "recipes" / "pocket"
 USER = {"role": "user", "content": "What is 3 + 4?"}
 
 
@@ -211,3 +217,20 @@ def test_a_template_that_refuses_the_roles_names_its_reason():
 
 def test_special_tokens_are_found_in_a_template():
     assert special_tokens_of(THINKING_TEMPLATE) == ("<|im_end|>", "<|im_start|>")
+
+
+def test_what_the_pocket_target_generated_is_what_its_messages_render_to():
+    """Real completions: the ids that were generated, and the messages that a server would return for them."""
+    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    with gzip.open(POCKET / "completions_heldout.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file][:100]
+    assert len(rows) == 100
+    for row in rows:
+        *before, reply = row["messages"]
+        (rendered,) = render_conversation(tokenizer, [*before, {**reply, "finish_reason": row["finish_reason"]}])
+        (generated,) = render_conversation(
+            tokenizer, [*before, {**reply, "completion_token_ids": row["completion_token_ids"]}]
+        )
+        assert prompt_ids(rendered) == prompt_ids(generated)
+        assert supervised_text(tokenizer, rendered) == supervised_text(tokenizer, generated)
+        assert rendered.is_cut == generated.is_cut
