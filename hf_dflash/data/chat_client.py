@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,8 @@ class ChatClient:
         api_key (`str`, *optional*):
             Sent as a bearer token, and never logged.
         return_token_ids (`bool`, *optional*, defaults to `True`):
-            Asks for the ids of the reply. vLLM and SGLang give them; a server that does not know the field ignores it.
+            Asks for the ids of the reply. vLLM and SGLang give them; others ignore the field, or refuse it, and then it is
+            left out.
 
     Raises:
         `ConnectionError`: (on entering) a server does not answer.
@@ -167,8 +169,22 @@ class ChatClient:
         request = {"model": self.model, "messages": messages, **self.request_options}
         if tools:
             request["tools"] = tools
+        asked_for_ids = self.return_token_ids
+        try:
+            return await self._complete({**request, "return_token_ids": True} if asked_for_ids else request)
+        except RequestFailed as failure:
+            if failure.may_pass or not asked_for_ids or "return_token_ids" not in failure.detail:
+                raise
         if self.return_token_ids:
-            request["return_token_ids"] = True
+            warnings.warn(
+                "The server refuses return_token_ids, so the replies are kept as text and tokenized later. vLLM and SGLang "
+                "give the exact ids; --no_return_token_ids says that they are not wanted.",
+                stacklevel=2,
+            )
+            self.return_token_ids = False
+        return await self._complete(request)
+
+    async def _complete(self, request: dict) -> Reply:
         body = json.dumps(request).encode()
         for attempt in range(1, self.retry.max_attempts + 1):
             server = self._choose_server()
@@ -250,8 +266,7 @@ class ChatClient:
             if len(names) != 1:
                 raise ValueError(f"{server.url} offers {', '.join(names) or 'no model'}: choose one with --model.")
             self.model = names[0]
-        # A server may load what is asked for (transformers serve): only one that lists others is refused.
-        elif names and self.model not in names:
+        elif self.model not in names:
             raise ValueError(f"{server.url} does not offer {self.model}, but {', '.join(names[:5])}.")
 
 

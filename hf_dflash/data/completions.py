@@ -253,7 +253,8 @@ def generate_completions_from_servers(
         request_options (`dict`, *optional*):
             Anything else that goes into a request, for example `{"min_p": 0.05}`.
         return_token_ids (`bool`, *optional*, defaults to `True`):
-            Asks for the exact ids of the replies. A server that does not know the field ignores it.
+            Asks for the exact ids of the replies. A server that does not know the field ignores it, or refuses it, and then
+            it is left out.
         max_rows (`int`, *optional*):
             Only the first prompts.
         shard_rows, upload_to, endpoint_url, limits:

@@ -6,18 +6,24 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from fake_chat_server import EOS, FAULTS, MODEL, fake_chat_server
+from tiny_models import make_target
+from tiny_tokenizers import CHATML_TEMPLATE, make_tokenizer
 
 from hf_dflash.data.chat_client import ChatClient, RequestFailed, RetryPolicy, read_chat_completion
 from hf_dflash.data.completion_folder import RepliesRefused, ReplyLimits
 from hf_dflash.data.completions import generate_completions_from_servers
 
 
-QUICK = {"retry": RetryPolicy(max_attempts=12, timeout=0.5, first_wait=0.01), "disable_tqdm": True, "limits": None}
+QUICK = {"retry": RetryPolicy(max_attempts=30, timeout=1.5, first_wait=0.01), "disable_tqdm": True, "limits": None}
 
 
 def write_prompts(path, texts):
@@ -222,3 +228,135 @@ def test_500_prompts_survive_a_bad_network_and_three_kills(tmp_path):
         assert row["completion_token_ids"] == [*text.encode(), EOS]
     assert [count_lines(out), len(list(out.glob("completions-*")))] == [490, 8]
     assert json.loads((out / "manifest.json").read_text())["counts"]["rows"] == 490
+
+
+@pytest.mark.slow
+def test_a_real_server_writes_what_transformers_writes_here(tmp_path):
+    """`transformers serve` on a tiny target. It refuses fields that it does not know, such as return_token_ids."""
+    from hf_dflash.data.completions import generate_completions_locally
+
+    tokenizer = make_tokenizer(CHATML_TEMPLATE)
+    target = make_target("qwen3", vocab_size=len(tokenizer))
+    target.generation_config.eos_token_id = tokenizer.eos_token_id
+    target.lm_head.weight[tokenizer.eos_token_id] *= 1.5  # so that some replies end by themselves
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [f"What is {n} + {n}?" for n in range(12)])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [
+            *(Path(sys.executable).with_name("transformers"), "serve", tmp_path / "target"),
+            *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        deadline = time.monotonic() + 200
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline
+            try:
+                urllib.request.urlopen(f"{url}/models", timeout=5).read()
+                break
+            except OSError:
+                time.sleep(0.5)
+        with pytest.warns(UserWarning, match="refuses return_token_ids"):
+            generate_completions_from_servers(
+                prompts,
+                tmp_path / "served",
+                [url],
+                concurrency=3,
+                max_new_tokens=16,
+                temperature=0.0,
+                limits=None,
+                disable_tqdm=True,
+            )
+    finally:
+        server.kill()
+        server.wait()
+    generate_completions_locally(
+        prompts,
+        tmp_path / "local",
+        tmp_path / "target",
+        dtype="float32",
+        max_new_tokens=16,
+        limits=None,
+        disable_tqdm=True,
+    )
+
+    def by_id(folder):
+        return {row["id"]: row for row in read_lines(*folder.glob("completions-*"))}
+
+    served, local = by_id(tmp_path / "served"), by_id(tmp_path / "local")
+    assert served.keys() == local.keys() and len(served) == 12
+    assert {row["finish_reason"] for row in local.values()} == {"stop", "length"}
+    for row_id, row in served.items():
+        # The server calls a reply cut that ends exactly at the limit.
+        if len(local[row_id]["completion_token_ids"]) < 16:
+            assert row["finish_reason"] == local[row_id]["finish_reason"]
+        # The server drops the bytes of a last character that is not whole.
+        text, whole = row["messages"][-1]["content"], local[row_id]["messages"][-1]["content"]
+        assert whole.startswith(text.rstrip("\ufffd")) and len(whole) - len(text) < 4
+
+
+def test_a_server_that_refuses_to_give_ids_is_asked_without(monkeypatch):
+    asked = []
+
+    async def post(self, server, body):
+        asked.append(json.loads(body))
+        if "return_token_ids" in asked[-1]:
+            raise RequestFailed("http_422", "Unexpected fields: {'return_token_ids'}", may_pass=False)
+        return json.dumps({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}).encode()
+
+    monkeypatch.setattr(ChatClient, "_post", post)
+    monkeypatch.setattr(ChatClient, "_get_models", lambda self, server: asyncio.sleep(0, ["m"]))
+    with pytest.warns(UserWarning, match="refuses return_token_ids"):
+        assert ask("http://127.0.0.1:9/v1", [USER]).content == "yes"
+    assert ["return_token_ids" in request for request in asked] == [True, False]
+
+
+def test_shards_are_in_the_store_as_they_close_and_a_lost_disk_loses_nothing(tmp_path, server):
+    from s3_server import running_s3
+
+    from hf_dflash.object_store import ObjectStore
+
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [f"question {n}" for n in range(50)])
+    options = {"shard_rows": 8, "upload_to": "s3://bucket/completions", "concurrency": 4, **QUICK}
+    with running_s3() as s3_url:
+        options["endpoint_url"] = s3_url
+        first = tmp_path / "first"
+        # The 30th prompt is the last that this run takes, so three shards are closed and one is open.
+        with fake_chat_server() as url, pytest.raises(KeyboardInterrupt):
+            stop_after(30, prompts, first, [url], options)
+        store = ObjectStore(endpoint_url=s3_url)
+        stored = [item.uri for item in store.list_objects("s3://bucket/completions/completions-")]
+        assert stored == [f"s3://bucket/completions/completions-0000{n}.jsonl" for n in range(3)]
+
+        second = tmp_path / "second"
+        generate_completions_from_servers(prompts, second, [server], **options)
+        assert (second / "completions-00000.jsonl").read_bytes() == (first / "completions-00000.jsonl").read_bytes()
+        store.download_folder("s3://bucket/completions", tmp_path / "stored")
+    rows = read_lines(*(tmp_path / "stored").glob("completions-*.jsonl"))
+    assert sorted(row["id"] for row in rows) == sorted(f"row-{n}" for n in range(50))
+    assert json.loads((tmp_path / "stored" / "manifest.json").read_text())["status"] == "finished"
+
+
+def stop_after(num_rows, prompts, out, urls, options):
+    """Runs until so many rows are written, then as Ctrl-C would stop it once the uploads under way are over."""
+    from hf_dflash.data.completion_folder import CompletionFolder
+
+    add = CompletionFolder.add
+
+    def add_and_stop(folder, row, replies):
+        add(folder, row, replies)
+        if folder.totals["rows"] == num_rows:
+            for _, upload in folder._uploads:
+                upload.result()
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompletionFolder, "add", add_and_stop)
+        generate_completions_from_servers(prompts, out, urls, **options)
