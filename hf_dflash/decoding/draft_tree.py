@@ -14,6 +14,8 @@ import heapq
 
 import torch
 
+from .target_cache import upload
+
 
 class DraftTree:
     """
@@ -78,4 +80,4 @@ class DraftTree:
         for node in range(nodes):
             visible[node, [num_cached + ancestor for ancestor in self.path(node)]] = True
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-        return mask[None, None].to(device)
+        return upload(mask[None, None], device)

@@ -32,7 +32,7 @@ from transformers.utils import ModelOutput
 from .adaptive_block import AdaptiveBlockLength
 from .draft_tree import DraftTree
 from .feature_capture import FeatureCapture
-from .target_cache import RollbackCache
+from .target_cache import RollbackCache, upload
 from .token_selection import choose_tokens, is_prefix_free, process_logits, verify_drafts
 
 
@@ -292,7 +292,7 @@ class _SpeculativeLoop:
             self.last_block_end = time.perf_counter()
             while active:
                 num_drafts = min(self.block_size, max(self.max_length - self.rows[i].length for i in active)) - 1
-                anchors = torch.tensor([[self.rows[i].generated[-1]] for i in active], device=device)
+                anchors = upload([[self.rows[i].generated[-1]] for i in active], device)
                 slot_states = None
                 if num_drafts > 0:
                     slot_states = self._draft(anchors, features, fresh)[:, 1 : num_drafts + 1]
@@ -302,7 +302,7 @@ class _SpeculativeLoop:
                 if remaining and len(remaining) < len(active):
                     going_on = set(remaining)
                     places = [place for place, i in enumerate(active) if i in going_on]
-                    features, fresh = features[places], [fresh[place] for place in places]
+                    features, fresh = features[upload(places, features.device)], [fresh[place] for place in places]
                     self.target_cache.select_rows(places)
                     self.drafter_cache.select_rows(places)
                 active = remaining
@@ -343,9 +343,7 @@ class _SpeculativeLoop:
         kept = torch.tensor(fresh)[:, None]
         start = torch.tensor(cache.row_lengths)[:, None]
         # A row's slots follow its own last token, whatever stands between them in the batch.
-        positions = torch.cat(
-            [start + torch.arange(num_fresh), start + kept + torch.arange(self.block_size)], dim=1
-        ).to(device)
+        positions = torch.cat([start + torch.arange(num_fresh), start + kept + torch.arange(self.block_size)], dim=1)
         mask = None
         if len(fresh) > 1:
             longest = max(cache.row_lengths)
@@ -354,12 +352,12 @@ class _SpeculativeLoop:
                 torch.arange(num_fresh) < kept,
                 torch.ones(len(fresh), self.block_size, dtype=torch.bool),
             ]
-            mask = torch.cat(real, dim=1).to(device)
+            mask = upload(torch.cat(real, dim=1), device)
         self.num_drafter_passes += 1
         hidden_states = self.drafter(
             noise_embeds=embed_slots(self.target, slots).to(device, self.drafter.dtype),
             context_hidden_states=features,
-            position_ids=positions,
+            position_ids=upload(positions, device),
             attention_mask=mask,
             past_key_values=cache.cache,
         ).last_hidden_state
@@ -415,18 +413,20 @@ class _SpeculativeLoop:
         # A tree is grown on the host, so it waits for the device a second time.
         tree = DraftTree(best.values.tolist(), best.indices.tolist(), self.tree_budget)
         num_cached, device = self.target_cache.row_lengths[0], anchors.device
-        nodes = torch.tensor([tree.tokens], device=device)
+        nodes = upload([tree.tokens], device)
         logits = self._verify(
             torch.cat([anchors, nodes], dim=1),
             tree.attention_mask(num_cached, self.target.dtype, device),
-            num_cached + torch.tensor([tree.depths], device=device),
+            num_cached + upload([tree.depths], device),
         )
         scores = self._process_tree(active[0], logits.float(), tree)
         chosen = choose_tokens(scores, self.do_sample, self.generator)
         tokens = chosen[0].tolist()
         path = tree.follow(tokens)
         self.target_cache.keep_path(len(tokens), path)
-        return chosen[:, path], [[tokens[node] for node in path]], self.capture.take()[:, path], [len(path)]
+        features = self.capture.take()
+        features = features[:, upload(path, features.device)]
+        return chosen[:, upload(path, device)], [[tokens[node] for node in path]], features, [len(path)]
 
     def _process_tree(self, i: int, logits: torch.Tensor, tree: DraftTree) -> torch.Tensor:
         if all(is_prefix_free(processor) for processor in self.logits_processor):
@@ -484,7 +484,8 @@ class _SpeculativeLoop:
     def _write(self, active: list[int], tokens: torch.LongTensor) -> None:
         """Puts tokens behind what each row holds, where they may be overwritten."""
         columns = torch.tensor([self.rows[i].length for i in active])[:, None] + torch.arange(tokens.shape[1])
-        self.tokens[torch.tensor(active)[:, None], columns] = tokens
+        device = self.tokens.device
+        self.tokens[upload(active, device)[:, None], upload(columns, device)] = tokens
 
     def _emit(self, active: list[int], chosen: torch.Tensor, emitted: list[list[int]], is_block: bool) -> list[int]:
         """Appends the emitted tokens to their rows, cut where plain decoding would stop, and returns the rows that go on."""

@@ -114,7 +114,7 @@ class RollbackCache:
         """
         for layer in self.attention_layers:
             start = layer.keys.shape[2] - num_new
-            index = torch.tensor([*range(start), *(start + place for place in path)], device=layer.keys.device)
+            index = upload([*range(start), *(start + place for place in path)], layer.keys.device)
             layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
         self.row_lengths[0] += len(path)
 
@@ -158,7 +158,7 @@ class RollbackCache:
                 if state is not None and rows is None:
                     state.copy_(replayed[key])
                 elif state is not None:
-                    state[rows] = replayed[key]
+                    state[upload(rows, state.device)] = replayed[key]
         layer.conv_states, layer.recurrent_states = held
 
     def select_rows(self, rows: list[int]) -> None:
@@ -167,7 +167,8 @@ class RollbackCache:
         longest = max(self.row_lengths)
         for layer in self.attention_layers:
             stored = _stored_keys(layer, longest)
-            layer.keys, layer.values = layer.keys[rows, :, -stored:], layer.values[rows, :, -stored:]
+            index = upload(rows, layer.keys.device)
+            layer.keys, layer.values = layer.keys[index, :, -stored:], layer.values[index, :, -stored:]
         for layer in self.recurrent_layers.values():
             layer.reorder_cache(torch.tensor(rows))
 
@@ -177,11 +178,16 @@ class RollbackCache:
         if min(self.row_lengths) == longest:
             return None
         padding = longest - torch.tensor(self.row_lengths)
-        return (torch.arange(longest + num_new) >= padding[:, None]).long().to(device)
+        return upload((torch.arange(longest + num_new) >= padding[:, None]).long(), device)
 
     def next_positions(self, num_new: int, device: torch.device) -> torch.Tensor:
         """Positions, `[B, num_new]`, of the tokens that a forward adds."""
-        return (torch.tensor(self.row_lengths)[:, None] + torch.arange(num_new)).to(device)
+        return upload(torch.tensor(self.row_lengths)[:, None] + torch.arange(num_new), device)
+
+
+def upload(values: torch.Tensor | list[int], device: torch.device) -> torch.Tensor:
+    """Host values on a device. The host goes on: a plain copy would wait for everything that the device has still to do."""
+    return torch.as_tensor(values).to(device, non_blocking=True)
 
 
 def _sort_layers(cache: Cache) -> tuple[list[DynamicLayer], dict[int, LinearAttentionLayer]]:
@@ -222,21 +228,22 @@ def _clone(states: dict) -> dict:
 def _pick(states: dict, rows: list[int] | None) -> dict:
     if rows is None:
         return states
-    return {key: None if state is None else state[rows] for key, state in states.items()}
+    return {key: None if state is None else state[upload(rows, state.device)] for key, state in states.items()}
 
 
 def _cut(value, count: int, rows: list[int] | None):
     """The first `count` tokens of the chosen rows of a mixer's `[B, length, ...]` argument."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value[:, :count] if rows is None else value[rows, :count]
+    return value[:, :count] if rows is None else value[upload(rows, value.device), :count]
 
 
 def _align_right(layer: DynamicLayer, surplus: torch.Tensor, length: int) -> None:
     """Drops the last `surplus` keys of each row and lines the rows up at their ends; the longest has `length` tokens."""
     stored = _stored_keys(layer, length)
     ends = layer.keys.shape[2] - surplus
-    index = (ends[:, None] - stored + torch.arange(stored)).clamp(min=0).to(layer.keys.device)[:, None, :, None]
+    index = (ends[:, None] - stored + torch.arange(stored)).clamp(min=0)
+    index = upload(index, layer.keys.device)[:, None, :, None]
     layer.keys = layer.keys.gather(2, index.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]))
     layer.values = layer.values.gather(2, index.expand(-1, layer.values.shape[1], -1, layer.values.shape[3]))
 
