@@ -19,6 +19,11 @@ from tqdm.auto import tqdm
 
 from ..decoding.speculative import speculative_generate
 from .acceptance import repeated_ngram_share
+from .prompt_sets import PROMPT_SETS, load_prompt_set
+
+
+# Arguments of `speculative_generate` that plain `generate` does not know.
+_OURS_ONLY = ("sample_drafts", "adaptive_block", "tree_budget")
 
 
 @dataclass
@@ -306,7 +311,7 @@ def measure_acceptance(
         `ValueError`: if a row is no prompt, naming its id.
     """
     prompts = list(prompts)
-    ours_only = {k: generation_kwargs.pop(k) for k in ("sample_drafts",) if k in generation_kwargs}
+    ours_only = {name: generation_kwargs.pop(name) for name in _OURS_ONLY if name in generation_kwargs}
     report = AcceptanceReport(
         settings={
             "target": target.config._name_or_path or type(target).__name__,
@@ -432,7 +437,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--prompts", required=True, nargs="+", help="JSONL files with `messages`, `turns` or `prompt` rows"
     )
-    parser.add_argument("--limit", type=int, help="the first so many prompts of each file")
+    parser.add_argument("--limit", type=int, help="the first so many prompts of each file or set")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of each turn")
     parser.add_argument(
         "--enable-thinking",
@@ -445,7 +450,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, help="default: the target's generation config")
     parser.add_argument("--top-k", type=int, help="default: the target's generation config")
     parser.add_argument("--sample-drafts", action="store_true", help="draw the drafts too")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--adaptive-block", action="store_true", help="verify only as many drafts as pay")
+    parser.add_argument("--tree-budget", type=int, help="verify a tree of so many drafts (dense targets)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the order of Hub sets")
     parser.add_argument(
         "--compare-with-plain", action=argparse.BooleanOptionalAction, default=True, help="time plain decoding too"
     )
@@ -459,9 +466,13 @@ def main(argv: list[str] | None = None) -> int:
     sampling = {name: value for name, value in sampling.items() if value is not None}
     if sampling and not args.do_sample:
         raise ValueError(f"{', '.join(sampling)} change nothing when decoding is greedy: add --do-sample.")
-    if args.sample_drafts:
-        sampling["sample_drafts"] = True
-    prompts = [row for path in args.prompts for row in load_prompts(path, args.limit)]
+    ours = {name: getattr(args, name) for name in _OURS_ONLY if getattr(args, name)}
+    prompts = []
+    for name in args.prompts:
+        if name in PROMPT_SETS:
+            prompts += load_prompt_set(name, args.limit, args.seed)
+        else:
+            prompts += load_prompts(name, args.limit)
 
     # Importing the package registers the drafter's classes.
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
@@ -483,6 +494,7 @@ def main(argv: list[str] | None = None) -> int:
         compare_with_plain=args.compare_with_plain,
         seed=args.seed,
         **sampling,
+        **ours,
     )
     print(report.to_markdown())
     if args.output is not None:
