@@ -44,9 +44,7 @@ def main():
         "--tree-budget", type=int, nargs="*", default=[], help="also tree verification with so many nodes"
     )
     parser.add_argument("--adaptive", action="store_true", help="also with adaptive block length")
-    parser.add_argument(
-        "--static", action="store_true", help="also ours with a static cache and a compiled target (CUDA)"
-    )
+    parser.add_argument("--static", action="store_true", help="also ours with a static cache")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
@@ -60,9 +58,7 @@ def main():
     for budget in args.tree_budget:
         ways[f"ours, tree {budget}"] = lambda ids, b=budget, **kw: decode(target, drafter, ids, tree_budget=b, **kw)
     if args.static:
-        ways["ours, static"] = lambda ids, **kw: decode(
-            target, drafter, ids, cache_implementation="static", compile_target=True, **kw
-        )
+        ways["ours, static"] = lambda ids, **kw: decode(target, drafter, ids, cache_implementation="static", **kw)
 
     results = measure(target, ways, prompts, args)
     report = {

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
+    StaticLayer,
 )
 
 
@@ -43,7 +44,7 @@ class RollbackCache:
     def __init__(self, cache: Cache, row_lengths: list[int], model=None):
         self.cache = cache
         self.row_lengths = list(row_lengths)
-        self.attention_layers, self.recurrent_layers = _sort_layers(cache)
+        self.attention_layers, self.recurrent_layers = _sort_layers(cache, len(row_lengths))
         self._mixers = _find_mixers(model, self.recurrent_layers) if self.recurrent_layers else {}
         self._mixer_inputs: dict[int, tuple] = {}
         self._snapshot: dict[int, tuple] = {}
@@ -190,11 +191,14 @@ def upload(values: torch.Tensor | list[int], device: torch.device) -> torch.Tens
     return torch.as_tensor(values).to(device, non_blocking=True)
 
 
-def _sort_layers(cache: Cache) -> tuple[list[DynamicLayer], dict[int, LinearAttentionLayer]]:
+def _sort_layers(cache: Cache, num_rows: int) -> tuple[list[DynamicLayer], dict[int, LinearAttentionLayer]]:
     attention_layers, recurrent_layers = [], {}
     for index, layer in enumerate(cache.layers):
         # Exact classes: subclasses (quantized, indexed) keep more than keys and values.
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            attention_layers.append(layer)
+        # A static layer overwrites what it forgets. Rows of different lengths it cannot line up; 5.17 cannot crop it.
+        elif type(layer) is StaticLayer and num_rows == 1 and hasattr(layer, "crop"):
             attention_layers.append(layer)
         elif type(layer) is LinearAttentionLayer:
             recurrent_layers[index] = layer

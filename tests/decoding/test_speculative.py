@@ -27,6 +27,7 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
+from transformers.cache_utils import StaticLayer
 
 from hf_dflash.decoding.speculative import speculative_generate
 
@@ -354,6 +355,30 @@ def test_streamer_is_given_every_token_once(word_tokenizer, capsys):
         target, oracle, input_ids, max_new_tokens=20, eos_token_id=NEVER, streamer=TextStreamer(word_tokenizer)
     )
     assert capsys.readouterr().out == plain
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="transformers 5.17 cannot crop static layers")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_static_cache_gives_the_same_output(kind):
+    target, input_ids = target_of(kind), draw_prompt(7, 2)
+    continuation = long_continuation(target, input_ids)
+    generator = torch.Generator().manual_seed(0)
+    oracle = make_oracle(target, block_size=5)
+    oracle.plan([continuation], lambda: int(torch.randint(5, (), generator=generator)))
+    out = speculative_generate(
+        target, oracle, input_ids, max_new_tokens=40, eos_token_id=NEVER, cache_implementation="static"
+    )
+    assert out.sequences[0].tolist() == continuation[:47]
+
+
+def test_static_sliding_cache_and_static_cache_of_a_batch_are_refused_by_name():
+    arguments = {"max_new_tokens": 4, "cache_implementation": "static"}
+    target = target_of("qwen3_sliding")
+    with pytest.raises(ValueError, match="is a StaticSlidingWindowLayer|is a StaticLayer"):
+        speculative_generate(target, make_drafter(target), draw_prompt(5, 0), **arguments)
+    target = target_of("qwen3")
+    with pytest.raises(ValueError, match="Layer 0 of the cache is a StaticLayer"):
+        speculative_generate(target, make_drafter(target), draw_prompt(5, 0).expand(2, -1), **arguments)
 
 
 def test_sequences_alone_without_statistics():
