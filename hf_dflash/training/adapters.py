@@ -27,6 +27,11 @@ def add_adapter(drafter: PreTrainedModel, peft_config, seed: int):
     return peft.get_peft_model(drafter, peft_config)
 
 
+def make_lora_config(rank: int):
+    """LoRA on every matrix of the drafter."""
+    return _import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+
+
 def apply_target_adapter(target: PreTrainedModel, adapter: str, merge: bool) -> PreTrainedModel:
     """The target as it is served with a LoRA adapter.
 

@@ -48,7 +48,10 @@ class AcceptanceCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         # The other ranks wait at the next step, on the host, which has no time limit.
         if state.global_step % self.every == 0 and state.is_world_process_zero:
+            # `Trainer.log` takes any log for the one that was due.
+            should_log = control.should_log
             self.trainer.log(self.measure())
+            control.should_log = should_log
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:

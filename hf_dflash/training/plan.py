@@ -1,8 +1,13 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""Where drafters and targets go, decided before anything loads (DESIGN 3.10)."""
+"""Where drafters and targets go, decided before anything loads (DESIGN 3.10).
 
+hf-dflash plan --config recipes/qwen36.yaml --num_processes 2 --num_devices 4
+"""
+
+import argparse
 import os
+import re
 
 import torch
 
@@ -24,7 +29,7 @@ def place_targets(
         local_rank (`int`), local_world_size (`int`): of this process, on this machine.
         device_count (`int`): visible CUDA devices; 0 means the CPU.
         target_devices (`str`, *optional*): `"same"` for the drafter's device, or a comma-separated list of devices for
-            all processes of the machine, n for each.
+            all processes of the machine, n for each. Devices joined by `+` share one target: `"cuda:2+cuda:3"`.
         targets_per_process (`int`, *optional*, defaults to 1): n.
 
     Raises:
@@ -46,7 +51,13 @@ def place_targets(
             )
     else:
         devices = [f"cuda:{local_world_size + i}" for i in range(wanted)]
-    numbers = [int(device.removeprefix("cuda:")) for device in devices if device.startswith("cuda:")]
+    parts = [part for device in devices for part in device.split("+")]
+    unknown = [part for part in parts if not re.fullmatch(r"cuda:\d+|cpu", part)]
+    if unknown:
+        raise ValueError(
+            f"`target_devices` names {', '.join(unknown)}: write cuda:2, or cuda:2+cuda:3 for one target."
+        )
+    numbers = [int(part.removeprefix("cuda:")) for part in parts if part.startswith("cuda:")]
     if max(numbers, default=0) >= device_count:
         drafters = ", ".join(f"rank {r}: drafter cuda:{r}" for r in range(local_world_size))
         raise ValueError(
@@ -87,3 +98,107 @@ def place_targets_of_this_process(target_devices: str | None, targets_per_proces
         target_devices=target_devices,
         targets_per_process=targets_per_process,
     )
+
+
+def describe_plan(job, args, num_processes: int, num_devices: int, lengths=None, supervised=None) -> str:
+    """The map, the memory that each device needs, and who will wait for whom, as text.
+
+    Args:
+        job ([`JobArguments`]), args ([`DFlashTrainingArguments`]): the job.
+        num_processes (`int`), num_devices (`int`): on each machine.
+        lengths (`Sequence[int]`, *optional*), supervised (`Sequence[int]`, *optional*): tokens of the documents; by default
+            half of `max_length` each, seven eighths of them supervised, as in the reference job.
+
+    Raises:
+        `ValueError`: if there are too few devices, showing the wanted map.
+    """
+    from transformers import AutoConfig
+
+    from .estimate import GIB, count_blocks, drafter_flops, drafter_memory, measure_sizes, target_flops, target_memory
+    from .run import make_drafter_config
+
+    target_config = AutoConfig.from_pretrained(job.target)
+    dtype = target_config.get_text_config(decoder=True).dtype if job.target_dtype == "auto" else job.target_dtype
+    dtype = (getattr(torch, dtype) if isinstance(dtype, str) else dtype) or torch.float32
+    sizes = measure_sizes(target_config, make_drafter_config(job), dtype)
+    is_assumed = lengths is None
+    if is_assumed:
+        lengths, supervised = [job.max_length // 2], [job.max_length * 7 // 16]
+    num_blocks = count_blocks(lengths, supervised, args.token_budget, args.num_anchors, args.anchor_ratio)
+
+    targets = target_memory(sizes, args.token_budget)
+    drafter = drafter_memory(
+        sizes,
+        args.token_budget,
+        num_blocks,
+        compute_bytes=2 if args.bf16 or args.fp16 else 4,
+        is_distributed=num_processes > 1,
+        checkpointing=args.gradient_checkpointing,
+    )
+    memory: dict[str, dict[str, float]] = {}
+    lines = ["Map"]
+    for rank in range(num_processes):
+        own = f"cuda:{rank}" if num_devices else "cpu"
+        places = place_targets(
+            rank,
+            num_processes,
+            num_devices,
+            target_devices=args.target_devices,
+            targets_per_process=args.targets_per_process,
+        )
+        lines.append(f"  rank {rank}: drafter {own}, target {', '.join(places)}")
+        _add(memory, own, drafter, "drafter", 1)
+        for place in places:
+            devices = place.split("+")
+            for device in devices:
+                _add(memory, device, targets, "target", len(devices))
+
+    lines += ["", "Memory, GiB (estimated, without what the allocator wastes)"]
+    for device, parts in sorted(memory.items()):
+        lines.append(f"  {device}: {sum(parts.values()) / GIB:.1f}")
+        lines += [f"    {value / GIB:6.1f}  {name}" for name, value in parts.items()]
+
+    of_target, of_drafter = target_flops(sizes, args.token_budget), drafter_flops(sizes, args.token_budget, num_blocks)
+    ratio = of_target / args.targets_per_process / of_drafter
+    waiting = (
+        "drafters wait for targets" if ratio > 1.1 else "targets wait for drafters" if ratio < 0.9 else "balanced"
+    )
+    documents = "documents assumed half of max_length" if is_assumed else f"{len(lengths):,} documents"
+    lines += [
+        "",
+        f"Balance, a micro-batch of {args.token_budget} tokens ({documents})",
+        f"  target   {of_target / 1e12:8.1f} TFLOP, {sizes.target_parameters / 1e9:.2f}B parameters, "
+        f"{args.targets_per_process} a drafter",
+        f"  drafter  {of_drafter / 1e12:8.1f} TFLOP, {sizes.drafter_parameters / 1e9:.2f}B parameters, "
+        f"{num_blocks:.0f} blocks of {sizes.block_size}",
+        f"  target : drafter = {ratio:.2f} at equal speed: {waiting}"
+        + ("" if waiting == "balanced" else "; `anchor_ratio` and `targets_per_process` turn it"),
+    ]
+    return "\n".join(lines)
+
+
+def _add(memory: dict, device: str, parts: dict[str, float], owner: str, shares: int) -> None:
+    on_device = memory.setdefault(device, {})
+    for name, value in parts.items():
+        key = f"{owner}: {name}"
+        on_device[key] = on_device.get(key, 0.0) + value / shares
+
+
+def main(argv: list[str]) -> int:
+    """`hf-dflash plan`: takes every option of `hf-dflash train`, loads nothing."""
+    from .run import parse_job, read_document_sizes
+
+    parser = argparse.ArgumentParser(prog="hf-dflash plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", type=int, default=1)
+    parser.add_argument("--num_devices", type=int, default=torch.cuda.device_count())
+    if "-h" in argv or "--help" in argv:
+        print("usage: hf-dflash plan [--num_processes N] [--num_devices N] [options of `hf-dflash train`]")
+        print("Prints the map, the memory that each device needs and the expected balance. Loads nothing.")
+        return 0
+    own, rest = parser.parse_known_args(argv)
+    if "--completions" not in rest:
+        rest += ["--completions", "-"]
+    # Precision is of the machine that will train, not of this one.
+    job, args = parse_job([*rest, "--use_cpu", "true"])
+    print(describe_plan(job, args, own.num_processes, own.num_devices, *read_document_sizes(job, args)))
+    return 0

@@ -14,19 +14,23 @@ import os
 from dataclasses import dataclass, field, fields
 
 import torch
+import torch.distributed as dist
 import yaml
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from transformers.trainer_utils import set_seed
 
-from ..drafter.configuration_dflash import create_drafter_config
+from ..drafter.configuration_dflash import DFlashConfig, create_drafter_config
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..target.frozen_target import FrozenTarget
+from .adapters import make_lora_config
 from .arguments import DFlashTrainingArguments
 from .checkpoint import find_last_checkpoint
 from .curves import plot_curves
 from .host_group import HostGroup
-from .plan import place_targets_of_this_process
+from .plan import check_launch, describe_plan, place_targets_of_this_process
+from .target_loading import load_targets
 from .trainer import DFlashTrainer
+from .warm_start import initialize_from_target, load_drafter
 
 
 @dataclass
@@ -41,7 +45,12 @@ class JobArguments:
         dataset_dir (`str`, *optional*): where tokenized completions are kept; `output_dir`/dataset by default.
         max_length (`int`, *optional*, defaults to 4096): longest sample in tokens; longer replies are cut.
         enable_thinking (`bool`, *optional*): passed to the chat template, as serving does; the template's default if not given.
-        drafter (`str`, *optional*): a drafter to go on from; a new one is made if not given.
+        drafter (`str`, *optional*): a drafter to go on from, ours or another project's; a new one is made if not given.
+        init_from_target (`bool`, *optional*, defaults to `False`): see [`initialize_from_target`].
+        lora_rank (`int`, *optional*): train a LoRA adapter of this rank on `drafter`.
+        target_adapter (`str`, *optional*), merge_target_adapter (`bool`, *optional*, defaults to `True`): see
+            [`apply_target_adapter`].
+        dry_run (`bool`, *optional*, defaults to `False`): print the resolved run, load nothing.
         num_hidden_layers, block_size, mask_token_id, target_layer_ids, num_target_features, sliding_window,
         intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of a new drafter, see [`create_drafter_config`].
         target_dtype (`str`, *optional*, defaults to `"auto"`): dtype of the target's weights.
@@ -59,7 +68,24 @@ class JobArguments:
     enable_thinking: bool | None = field(
         default=None, metadata={"help": "Passed to the chat template, as serving does; its own default if not given."}
     )
-    drafter: str | None = field(default=None, metadata={"help": "A drafter to go on from; a new one if not given."})
+    drafter: str | None = field(
+        default=None, metadata={"help": "A drafter to go on from, ours or another project's; a new one if not given."}
+    )
+    init_from_target: bool = field(
+        default=False, metadata={"help": "Start a new drafter from layers of the target, where shapes agree."}
+    )
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "Train a LoRA adapter of this rank on --drafter instead of all of it."}
+    )
+    target_adapter: str | None = field(
+        default=None, metadata={"help": "A PEFT adapter that the target is served with."}
+    )
+    merge_target_adapter: bool = field(
+        default=True, metadata={"help": "Add that adapter to the target's weights; else it is computed beside them."}
+    )
+    dry_run: bool = field(
+        default=False, metadata={"help": "Print the resolved run and what it needs; load and train nothing."}
+    )
     num_hidden_layers: int = field(default=5, metadata={"help": "Layers of a new drafter (paper: 5)."})
     block_size: int = field(default=16, metadata={"help": "Slots of a block, anchor included (paper: 16)."})
     mask_token_id: int | None = field(default=None, metadata={"help": "An unused token; found if not given."})
@@ -119,6 +145,39 @@ def _flags_of_file(path: str) -> list[str]:
     return flags
 
 
+def describe_job(job: JobArguments, args: DFlashTrainingArguments) -> str:
+    """The resolved run: every option of the job, those of training that are not the default, and what it all needs."""
+    defaults = DFlashTrainingArguments(args.output_dir, use_cpu=args.use_cpu)
+    options = {f.name: getattr(job, f.name) for f in fields(job) if f.name != "dry_run"}
+    for f in fields(args):
+        value = getattr(args, f.name)
+        if f.init and value != getattr(defaults, f.name) and not callable(value):
+            options[f.name] = getattr(value, "value", value)
+    options["output_dir"] = args.output_dir
+    resolved = yaml.safe_dump({k: v for k, v in options.items() if v is not None}, sort_keys=False)
+    num_devices = 0 if args.device.type == "cpu" else torch.cuda.device_count()
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return resolved + "\n" + describe_plan(job, args, num_processes, num_devices, *read_document_sizes(job, args))
+
+
+def dataset_folder(job: JobArguments, args: DFlashTrainingArguments, name: str) -> str:
+    """Where the tokenized completions `"train"` or `"eval"` are kept."""
+    return os.path.join(job.dataset_dir or os.path.join(args.output_dir, "dataset"), name)
+
+
+def read_document_sizes(job: JobArguments, args: DFlashTrainingArguments) -> tuple:
+    """Lengths and supervised tokens of the documents, or nothing if they are not tokenized yet."""
+    folder = dataset_folder(job, args, "train")
+    if not os.path.isdir(folder):
+        return ()
+    from datasets import load_from_disk
+
+    dataset = load_from_disk(folder)
+    if "num_supervised" not in dataset.column_names:
+        return ()
+    return dataset["length"], dataset["num_supervised"]
+
+
 def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: list[str], name: str):
     """Tokenizes completions, or takes what an earlier start has tokenized with the same options.
 
@@ -134,7 +193,7 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
 
     from ..data.tokenization import tokenize_completions
 
-    folder = os.path.join(job.dataset_dir or os.path.join(args.output_dir, "dataset"), name)
+    folder = dataset_folder(job, args, name)
     if args.process_index == 0:
         tokenize_completions(
             sources, job.target, folder, max_length=job.max_length, enable_thinking=job.enable_thinking
@@ -144,31 +203,44 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
     return load_from_disk(folder)
 
 
-def load_target(job: JobArguments, args: DFlashTrainingArguments, layer_ids: list[int]) -> FrozenTarget:
-    """Loads the target onto its device (DESIGN 3.10)."""
-    device = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")[0]
-    return FrozenTarget(job.target, layer_ids, device=device, output_device=args.device, dtype=job.target_dtype)
+def load_target(job: JobArguments, args: DFlashTrainingArguments, layer_ids: list[int]) -> list[FrozenTarget]:
+    """Loads this process's targets onto their devices (DESIGN 3.10)."""
+    places = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
+    return load_targets(
+        job.target,
+        layer_ids,
+        places,
+        dtype=job.target_dtype,
+        adapter=job.target_adapter,
+        merge_adapter=job.merge_target_adapter,
+    )
 
 
-def make_drafter(job: JobArguments, args: DFlashTrainingArguments) -> DFlashForSpeculation:
-    """A new drafter for the target, the same on every rank, or the one that the job goes on from. In fp32."""
+def make_drafter_config(job: JobArguments) -> DFlashConfig:
+    """The configuration of the job's drafter."""
     if job.drafter is not None:
-        return DFlashForSpeculation.from_pretrained(job.drafter, dtype=torch.float32)
+        return load_drafter(job.drafter, job.target).config
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    config = create_drafter_config(
+    return create_drafter_config(
         AutoConfig.from_pretrained(job.target),
         num_hidden_layers=job.num_hidden_layers,
         block_size=job.block_size,
         mask_token_id=job.mask_token_id,
-        tokenizer=AutoTokenizer.from_pretrained(job.target),
+        tokenizer=AutoTokenizer.from_pretrained(job.target) if job.mask_token_id is None else None,
         target_layer_ids=job.target_layer_ids,
         num_target_features=job.num_target_features,
         sliding_window=job.sliding_window,
         target_name_or_path=job.target,
         **{name: getattr(job, name) for name in sizes if getattr(job, name) is not None},
     )
+
+
+def make_drafter(job: JobArguments, args: DFlashTrainingArguments) -> DFlashForSpeculation:
+    """A new drafter for the target, the same on every rank, or the one that the job goes on from. In fp32."""
+    if job.drafter is not None:
+        return load_drafter(job.drafter, job.target)
     set_seed(args.seed)
-    return DFlashForSpeculation(config)
+    return DFlashForSpeculation(make_drafter_config(job))
 
 
 def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
@@ -176,8 +248,17 @@ def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrai
     train_dataset = prepare_dataset(job, args, job.completions, "train")
     eval_dataset = prepare_dataset(job, args, job.eval_completions, "eval") if job.eval_completions else None
     drafter = make_drafter(job, args)
-    target = load_target(job, args, drafter.config.target_layer_ids)
-    return DFlashTrainer(drafter, target, args, train_dataset=train_dataset, eval_dataset=eval_dataset)
+    targets = load_target(job, args, drafter.config.target_layer_ids)
+    if job.init_from_target:
+        initialize_from_target(drafter, targets[0].model)
+    return DFlashTrainer(
+        drafter,
+        targets,
+        args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=make_lora_config(job.lora_rank) if job.lora_rank is not None else None,
+    )
 
 
 def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
@@ -215,5 +296,14 @@ def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
 
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash train`."""
-    run_job(*parse_job(argv))
+    job, args = parse_job(argv)
+    check_launch(args.world_size)
+    if job.dry_run:
+        print(describe_job(job, args))
+        return 0
+    try:
+        run_job(job, args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0

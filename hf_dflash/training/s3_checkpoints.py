@@ -40,7 +40,7 @@ class S3Callback(TrainerCallback):
         self.uri, self.attempts, self.seconds_between = uri.rstrip("/"), attempts, seconds_between
         self.store = store if store is not None else ObjectStore()
         self.failed: dict[str, str] = {}
-        self._waiting: queue.Queue[Path | None] = queue.Queue()
+        self._waiting: queue.Queue[tuple[Path, bool] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -50,7 +50,7 @@ class S3Callback(TrainerCallback):
         self._thread.start()
         for staged in sorted(Path(args.output_dir, _STAGING).glob("*/checkpoint-*")):
             if is_whole(staged):
-                self._waiting.put(staged)
+                self._waiting.put((staged, True))
             else:
                 shutil.rmtree(staged.parent)
 
@@ -61,7 +61,7 @@ class S3Callback(TrainerCallback):
         # A folder for each save, in their order: the same step is saved again when an evaluation adds to it.
         staged = Path(args.output_dir, _STAGING, f"{time.time_ns():020}", name)
         link_folder(Path(args.output_dir, name), staged)
-        self._waiting.put(staged)
+        self._waiting.put((staged, False))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Waits for what is under way, and says what has not arrived."""
@@ -74,8 +74,9 @@ class S3Callback(TrainerCallback):
             logger.error(f"{name} is not on {self.uri}: {error} It is still in {args.output_dir}.")
 
     def _upload_all(self) -> None:
-        while (staged := self._waiting.get()) is not None:
-            error = self._upload(staged)
+        while (waiting := self._waiting.get()) is not None:
+            staged, is_left_over = waiting
+            error = self._upload(staged, is_left_over)
             if error is None:
                 shutil.rmtree(staged.parent, ignore_errors=True)
                 self.failed.pop(staged.name, None)
@@ -83,18 +84,27 @@ class S3Callback(TrainerCallback):
                 self.failed[staged.name] = error
                 logger.warning(f"{staged.name} could not be copied to {self.uri}; training goes on. {error}")
 
-    def _upload(self, staged: Path) -> str | None:
-        """Uploads one checkpoint; what went wrong in the last attempt, if it failed."""
+    def _upload(self, staged: Path, is_left_over: bool) -> str | None:
+        """Uploads one checkpoint; what went wrong in the last attempt, if it failed.
+
+        One that an earlier run left over may be older than what is there: then the pointer stays.
+        """
         for attempt in range(self.attempts):
             if attempt:
                 time.sleep(self.seconds_between * 2 ** (attempt - 1))
             try:
                 self.store.upload_folder(staged, f"{self.uri}/{staged.name}", last=(CHECKPOINT_FILE,))
-                self.store.write_latest(self.uri, staged.name)
+                latest = self.store.read_latest(self.uri) if is_left_over else None
+                if latest is None or _step(latest) < _step(staged.name):
+                    self.store.write_latest(self.uri, staged.name)
                 return None
             except Exception as error:  # noqa: BLE001 - a copy that fails, for whatever reason, must not end training
                 problem = f"{type(error).__name__}: {error}"
         return problem
+
+
+def _step(checkpoint: str) -> int:
+    return int(checkpoint.rpartition("-")[2])
 
 
 def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore | None = None) -> str:

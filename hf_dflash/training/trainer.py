@@ -227,6 +227,10 @@ class DFlashTrainer(HubPublishing, Trainer):
         if stop_wishes:
             self._stop_callback.stop(self.control)
             return [], num_items
+        if self.state.global_step >= self.state.max_steps:
+            # A finished run that is started again: `Trainer` would take one step more.
+            self.control.should_training_stop = True
+            return [], num_items
         # Filled in by a kernel: a copy from the host would make it wait for the device.
         self._step_denominator = torch.full((), denominator, dtype=torch.float64, device=self.args.device)
         # Whatever a stopped step has summed is forgotten, as its gradients are.
