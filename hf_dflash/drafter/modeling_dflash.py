@@ -82,8 +82,10 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 @lru_cache(maxsize=1)
 def _compiled_flex_attention():
-    # The second width that comes makes the code dynamic: it is compiled twice, whatever follows.
-    return torch.compile(flex_attention)
+    # Widths become dynamic after the first few, but each kind of layer is compiled by itself, and for training and evaluation.
+    # Past dynamo's limit of 8 variants it would go on uncompiled, and hold every score; `fullgraph` makes that an error.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 class DFlashAttention(nn.Module):

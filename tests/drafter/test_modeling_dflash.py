@@ -2,15 +2,19 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from tiny_drafters import BLOCK_SIZE, MASK_TOKEN_ID, TARGET_LAYER_IDS, make_drafter, make_rows, run_drafter
 from tiny_models import HIDDEN_SIZE, make_target
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, DynamicCache
 from transformers.cache_utils import DFlashCache
 
 from hf_dflash.data.batching import collate_rows
+from hf_dflash.drafter import modeling_dflash
+from hf_dflash.drafter.blocks import create_flex_mask
 from hf_dflash.drafter.modeling_dflash import DFlashForSpeculation, compute_rotary_embedding
 from hf_dflash.training.block_batch import PackedDocuments, lay_out_blocks
 
@@ -301,6 +305,7 @@ WITHOUT_THE_PACKAGE = r"""
 import sys
 sys.modules["hf_dflash"] = None
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel
 folder = sys.argv[1]
 for load in (AutoConfig.from_pretrained, AutoModel.from_pretrained):
@@ -404,3 +409,39 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         return [p.grad for p in drafter.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
+# ---- Compiled flex attention ----
+
+
+def test_flex_attention_stays_compiled_whatever_widths_kinds_and_modes_come(monkeypatch):
+    """Past dynamo's limit of variants flex attention would go on uncompiled, and hold every score, with a warning only."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    modeling_dflash._compiled_flex_attention.cache_clear()
+    torch._dynamo.reset()
+    try:
+        flex_attention = modeling_dflash._compiled_flex_attention()
+
+        def run(context_length, num_blocks, kind):
+            document_ids = torch.zeros(1, context_length, dtype=torch.long)
+            anchors = torch.arange(num_blocks)[None] * 4 + 3
+            mask = create_flex_mask(document_ids, anchors, torch.ones_like(anchors, dtype=torch.bool), 8, **kind)
+            queries = torch.randn(1, 4, num_blocks * 8, 16)
+            keys = torch.randn(1, 2, context_length + num_blocks * 8, 16)
+            flex_attention(queries, keys, keys, block_mask=mask, enable_gqa=True)
+
+        for gradients in (True, False):
+            for kind in ({}, {"sliding_window": 64}, {"sliding_window": 64, "is_causal": True}):
+                with torch.set_grad_enabled(gradients):
+                    for context_length, num_blocks in ((128, 16), (256, 16), (256, 32), (640, 48)):
+                        run(context_length, num_blocks, kind)
+                    known = counter.frame_count
+                    for context_length, num_blocks in ((384, 64), (1024, 32), (2048, 80)):
+                        run(context_length, num_blocks, kind)
+                    assert counter.frame_count == known, "further widths are compiled anew"
+        assert counter.frame_count > 8
+    finally:
+        modeling_dflash._compiled_flex_attention.cache_clear()
+        torch._dynamo.reset()
