@@ -25,7 +25,6 @@ from ..target.frozen_target import FrozenTarget
 from .adapters import make_lora_config
 from .arguments import DFlashTrainingArguments
 from .checkpoint import find_last_checkpoint
-from .curves import plot_curves
 from .host_group import HostGroup
 from .plan import check_launch, describe_plan, place_targets_of_this_process
 from .target_loading import load_targets
@@ -278,8 +277,7 @@ def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
         trainer.save_metrics("eval", metrics)
     trainer.save_model()
     trainer.save_state()
-    if trainer.is_world_process_zero():
-        plot_curves(trainer.state.log_history, os.path.join(args.output_dir, "training_curves.png"))
+    trainer.create_model_card()
     return metrics
 
 

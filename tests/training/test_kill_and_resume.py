@@ -67,15 +67,17 @@ def kill_and_resume(processes, undisturbed, folder: Path, kills: int, seed: int)
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(processes, undisturbed, tmp_path):
-    kill_and_resume(processes, undisturbed, tmp_path, kills=5, seed=0)
+    kill_and_resume(processes, undisturbed, tmp_path, kills=4, seed=0)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_twenty_times_ends_bit_equal(processes, undisturbed, tmp_path):
     kill_and_resume(processes, undisturbed, tmp_path, kills=20, seed=1)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.distributed
 def test_two_processes_of_which_one_is_killed_go_on_bit_equal(tmp_path):
     worker = Path(__file__).parents[1] / "distributed" / "worker.py"

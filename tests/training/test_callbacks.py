@@ -1,0 +1,264 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import json
+import logging
+import threading
+
+import pytest
+import torch
+from tiny_training import assert_same, comparable, make_dataset, make_trainer, training_state
+
+from hf_dflash.training.callbacks import AcceptanceCallback
+
+
+pytestmark = pytest.mark.compat
+
+
+def checkpoints(folder):
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+
+
+def test_each_epoch_is_saved_beside_save_steps_and_an_early_end_is_not_an_epoch(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 5, "save_each_epoch": True, "num_train_epochs": 3}
+    trainer = make_trainer(tmp_path, max_steps=17, **options)
+    trainer.train()
+    assert trainer.steps_per_epoch == 7
+    assert checkpoints(tmp_path) == [5, 7, 10, 14, 15, 17]
+    # 17 is the end of training with `save_strategy="steps"`, not of an epoch.
+    early = make_trainer(tmp_path / "early", save_each_epoch=True, max_steps=10)
+    early.train()
+    assert checkpoints(tmp_path / "early") == [7]
+
+
+def test_the_best_checkpoint_is_the_best_by_acceptance_and_rotation_spares_it(tmp_path, monkeypatch):
+    trainer = make_trainer(
+        tmp_path,
+        eval_dataset=make_dataset(4, seed=2),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        max_steps=10,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
+    # Loss falls all the while, acceptance is best at step 4.
+    made_up = iter([(5.0, 1.2), (4.0, 1.9), (3.0, 1.5), (2.0, 1.1), (1.0, 1.0)])
+    at_the_best = {}
+    evaluate = trainer.evaluation_loop
+
+    def evaluation_loop(*args, **kwargs):
+        output = evaluate(*args, **kwargs)
+        output.metrics["eval_loss"], output.metrics["eval_acceptance_length"] = next(made_up)
+        if trainer.state.global_step == 4:
+            at_the_best.update({k: v.clone() for k, v in trainer.model.state_dict().items()})
+        return output
+
+    monkeypatch.setattr(trainer, "evaluation_loop", evaluation_loop)
+    trainer.train()
+    assert trainer.args.greater_is_better is True
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    assert_same(dict(trainer.model.state_dict()), at_the_best)
+    assert 4 in checkpoints(tmp_path)
+    trainer.save_model()
+    from safetensors.torch import load_file
+
+    final = load_file(tmp_path / "model.safetensors")
+    assert_same(final, {name: value.to(torch.bfloat16) for name, value in at_the_best.items()})
+
+
+def test_with_several_evaluation_sets_the_first_one_decides(tmp_path):
+    sets = {"math": make_dataset(4, seed=2), "chat": make_dataset(4, seed=3)}
+    trainer = make_trainer(tmp_path, eval_dataset=sets, eval_strategy="steps", eval_steps=2, max_steps=2)
+    trainer.train()
+    assert trainer.args.metric_for_best_model == "eval_math_acceptance_length"
+    assert trainer.state.best_metric is not None
+
+
+# ---- Acceptance by decoding ----
+
+
+def prompts_dataset():
+    """Prompts with replies; only the prompts matter."""
+    return make_dataset(6, seed=4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_decoded_and_simulated_acceptance_of_the_same_text_are_one_number(kind, tmp_path):
+    # A drafter that has learned something, so that it is not 1.0 on both sides.
+    trainer = make_trainer(
+        tmp_path,
+        kind=kind,
+        eval_dataset=prompts_dataset(),
+        acceptance_steps=15,
+        max_steps=30,
+        learning_rate=2e-2,
+        dtype=torch.float64,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "decoded_acceptance_length" in entry]
+    assert [entry["step"] for entry in logged] == [15, 30]
+    for entry in logged:
+        assert entry["decoded_acceptance_length"] == entry["simulated_acceptance_length"]
+
+
+def test_decoding_along_the_way_changes_nothing_of_the_training(tmp_path):
+    measured = make_trainer(tmp_path / "a", eval_dataset=prompts_dataset(), acceptance_steps=2)
+    plain = make_trainer(tmp_path / "b", eval_dataset=prompts_dataset())
+    for trainer in (measured, plain):
+        trainer.train()
+        assert trainer.model.training
+    states = [training_state(trainer) for trainer in (measured, plain)]
+    states[0]["log"] = [entry for entry in states[0]["log"] if "decoded_acceptance_length" not in entry]
+    assert_same(*states)
+
+
+def test_a_gap_between_decoding_and_training_is_warned_about(tmp_path, monkeypatch, caplog):
+    trainer = make_trainer(tmp_path, eval_dataset=prompts_dataset())
+    callback = AcceptanceCallback(trainer, every=1)
+    # Training that sees what decoding does not: every draft is right.
+    monkeypatch.setattr(trainer, "simulate_acceptance", lambda sequence, start: [4] * 5)
+    with caplog.at_level(logging.WARNING), _propagating("hf_dflash"):
+        figures = callback.measure()
+    assert figures["simulated_acceptance_length"] == 4.0 > figures["decoded_acceptance_length"]
+    assert "decoding and training do not agree" in caplog.text
+
+
+class _propagating:
+    """transformers' loggers keep to themselves; pytest listens at the root."""
+
+    def __init__(self, name):
+        self.logger = logging.getLogger(name)
+
+    def __enter__(self):
+        self.was, self.logger.propagate = self.logger.propagate, True
+
+    def __exit__(self, *exc_info):
+        self.logger.propagate = self.was
+
+
+# ---- S3 ----
+
+pytest.importorskip("boto3")
+
+from s3_server import running_s3  # noqa: E402
+
+from hf_dflash.object_store import ObjectStore  # noqa: E402
+from hf_dflash.training.s3_checkpoints import S3Callback, fetch_checkpoint  # noqa: E402
+
+
+URI = "s3://bucket/runs/one"
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "save_total_limit": 1, "logging_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with running_s3() as url:
+        yield url
+
+
+def keys(uri):
+    return {item.uri.removeprefix(uri + "/") for item in ObjectStore().list_objects(uri)}
+
+
+def test_every_checkpoint_is_copied_and_a_run_goes_on_from_s3_alone(s3, tmp_path):
+    uri = f"{URI}/copied"
+    whole = make_trainer(tmp_path / "here", checkpoint_uri=uri, **SAVING)
+    whole.train()
+    # Rotation has taken the older ones away here, not there.
+    assert checkpoints(tmp_path / "here") == [9]
+    assert {name.split("/")[0] for name in keys(uri)} == {
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-9",
+        "latest.json",
+    }
+    assert ObjectStore().read_latest(uri) == f"{uri}/checkpoint-9"
+    assert not list((tmp_path / "here" / ".s3_uploads").glob("*"))
+
+    elsewhere = make_trainer(tmp_path / "elsewhere", **SAVING)
+    elsewhere.train(resume_from_checkpoint=f"{uri}/checkpoint-6")
+    assert_same(training_state(elsewhere), training_state(whole))
+    assert fetch_checkpoint(uri, tmp_path / "third").endswith("checkpoint-9")
+
+
+def test_training_does_not_wait_for_a_slow_upload_and_the_pointer_moves_when_all_is_there(s3, tmp_path):
+    uri = f"{URI}/slow"
+    may_upload = threading.Event()
+    trained, order = threading.Event(), []
+
+    class Slow(ObjectStore):
+        def upload_folder(self, *args, **kwargs):
+            assert may_upload.wait(60)
+            order.append("upload")
+            return super().upload_folder(*args, **kwargs)
+
+        def write_latest(self, *args):
+            order.append("latest")
+            super().write_latest(*args)
+
+    trainer = make_trainer(tmp_path, **SAVING)
+
+    class Order(S3Callback):
+        def on_train_end(self, args, state, control, **kwargs):
+            # All steps are done and no upload has ended.
+            assert state.global_step == 9 and not order
+            trained.set()
+            may_upload.set()
+            super().on_train_end(args, state, control, **kwargs)
+
+    trainer.add_callback(Order(uri, store=Slow()))
+    trainer.train()
+    assert trained.is_set() and order == ["upload", "latest"] * 3
+
+
+def test_a_failed_upload_is_tried_again_then_reported_and_never_stops_training(s3, tmp_path, caplog):
+    uri = f"{URI}/failing"
+    tries = []
+
+    class Failing(ObjectStore):
+        def upload_folder(self, folder, target, **kwargs):
+            tries.append(target.rpartition("/")[2])
+            # The first checkpoint never, the second at the second attempt.
+            if (
+                tries.count("checkpoint-3")
+                and tries[-1] == "checkpoint-3"
+                or tries == ["checkpoint-3"] * 2 + ["checkpoint-6"]
+            ):
+                raise OSError("the network is down")
+            return super().upload_folder(folder, target, **kwargs)
+
+    callback = S3Callback(uri, store=Failing(), attempts=2, seconds_between=0)
+    trainer = make_trainer(tmp_path, callbacks=[callback], **SAVING)
+    with caplog.at_level(logging.WARNING), _propagating("hf_dflash"):
+        trainer.train()
+    assert trainer.state.global_step == 9
+    assert tries == ["checkpoint-3", "checkpoint-3", "checkpoint-6", "checkpoint-6", "checkpoint-9"]
+    assert list(callback.failed) == ["checkpoint-3"]
+    assert "checkpoint-3 is not on" in caplog.text and "the network is down" in caplog.text
+
+    # It waits, and goes up when the run goes on.
+    again = make_trainer(tmp_path, checkpoint_uri=uri, **SAVING)
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-3/model.safetensors" in keys(uri)
+    assert ObjectStore().read_latest(uri) == f"{uri}/checkpoint-9"
+
+
+def test_a_checkpoint_that_is_not_all_there_is_not_gone_on_from(s3, tmp_path):
+    uri = f"{URI}/half"
+    trainer = make_trainer(tmp_path / "here", checkpoint_uri=uri, **{**SAVING, "max_steps": 3})
+    trainer.train()
+    store = ObjectStore()
+    store._client.delete_object(Bucket="bucket", Key="runs/one/half/checkpoint-3/optimizer.pt")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        fetch_checkpoint(uri, tmp_path / "there")
+    with pytest.raises(FileNotFoundError, match="no latest.json"):
+        fetch_checkpoint("s3://bucket/nothing/here", tmp_path / "there")
+
+
+def test_log_lines_are_plain_numbers(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_dataset=make_dataset(4, seed=2), eval_strategy="steps", eval_steps=2, max_steps=2
+    )
+    trainer.train()
+    assert json.loads(json.dumps(comparable(trainer.state.log_history)))
