@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
+from peft import LoraConfig
 from tiny_models import make_target
 from tiny_tokenizers import make_tokenizer
 from tiny_training import make_dataset, make_trainer
@@ -54,6 +55,7 @@ def main(folder: Path) -> None:
             # The default, but in the options, from where it must not get into a file.
             hub_token=os.environ["HF_TOKEN"],
             hub_always_push=True,
+            drafter_options={"target_name_or_path": str(folder / "target")},
             **{**defaults, **options},
         )
 
@@ -65,9 +67,18 @@ def main(folder: Path) -> None:
 
     # 2. Other strategies.
     for strategy in ("checkpoint", "all_checkpoints", "end"):
-        trainer(strategy, strategy).train()
+        run = trainer(strategy, strategy)
+        run.train()
+    run.save_model()
 
-    # 3. A Hub that refuses, a signal, a target without a name.
+    # 3. An adapter: what is published is the drafter that it makes.
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    run = trainer("adapter", peft_config=adapter)
+    run.train()
+    run.push_to_hub()
+    seen["adapter"] = dict(run.model.merge_and_unload().to(torch.bfloat16).state_dict())
+
+    # 4. A Hub that refuses, a signal, a target without a name.
     run = trainer("overloaded")
     run.train()
     seen["steps without a Hub"] = run.state.global_step
@@ -85,12 +96,12 @@ def main(folder: Path) -> None:
     except ValueError as error:
         seen["unnamed"] = str(error)
 
-    # 4. By hand, beside main.
+    # 5. By hand, beside main.
     push_to_hub(
         folder / "every_save", "alice/by_hand", target="alice/target", revision="v2", serving_revision="v2-serving"
     )
 
-    # 5. What was published, as somebody with the package sees it.
+    # 6. What was published, as somebody with the package sees it.
     loaded = AutoModel.from_pretrained("alice/every_save")
     seen["with the package"] = type(loaded).__module__, dict(loaded.state_dict())
     card = Path(hf_hub_download("alice/every_save", "README.md")).read_text()

@@ -192,7 +192,23 @@ def test_checkpoints_are_pushed_whole_where_the_strategy_wants_them(hub, tmp_pat
         assert not any("checkpoint" in name for name in hub.files(f"alice/{strategy}", "serving"))
     state = json.loads((tmp_path / "checkpoint" / "last-checkpoint" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
-    assert [commit.message for commit in hub.repositories["alice/end"].history] == ["initial commit"]
+    # Nothing before the end, then both forms.
+    messages = [commit.message for commit in hub.repositories["alice/end"].history]
+    assert messages == ["initial commit", "Model save", "Model save"]
+
+
+def test_an_adapter_is_published_as_the_drafter_that_it_makes(hub, seen):
+    for message in ("Training in progress, step 4", "End of training"):
+        for form in commits(hub, "adapter", message):
+            assert not [name for name in form.files if "adapter" in name]
+            weights = load(form.files["model.safetensors"].data)
+            assert weights.keys() == seen["adapter"].keys()
+            assert all(torch.equal(weights[name], tensor) for name, tensor in seen["adapter"].items())
+
+
+def test_nothing_that_is_published_names_a_folder_of_this_machine(hub, folder):
+    for commit in hub.repositories["alice/every_save"].history:
+        assert not [name for name, content in commit.files.items() if str(folder).encode() in content.data]
 
 
 def test_no_file_holds_the_token(hub):
