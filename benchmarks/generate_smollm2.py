@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_dflash.data.completion_folder import ReplyLimits
 from hf_dflash.data.completions import generate_completions_locally
 
 
@@ -85,6 +86,8 @@ def main() -> None:
         max_batch_rows=arguments.max_batch_rows,
         max_rows=arguments.max_rows,
         time_limit=arguments.time_limit,
+        # A third of these prompts want a word or a letter: many replies are the same for good reason.
+        limits=ReplyLimits(max_empty_share=0.2, max_identical_share=0.5),
     )
     seconds = time.perf_counter() - started
     counts = manifest["counts"]
