@@ -152,7 +152,7 @@ def describe_job(job: JobArguments, args: DFlashTrainingArguments) -> str:
         value = getattr(args, f.name)
         if f.init and value != getattr(defaults, f.name) and not callable(value):
             options[f.name] = getattr(value, "value", value)
-    options["output_dir"] = args.output_dir
+    options |= {"output_dir": args.output_dir, "use_cpu": args.use_cpu}
     resolved = yaml.safe_dump({k: v for k, v in options.items() if v is not None}, sort_keys=False)
     num_devices = 0 if args.device.type == "cpu" else torch.cuda.device_count()
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

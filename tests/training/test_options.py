@@ -5,6 +5,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -204,11 +205,15 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(tmp_path):
             callbacks=[recorder],
         )
         calls = []
-        trainer.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trainer.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         trainer.train()
         gradients[checkpointing] = recorder.first
         assert len(calls) == (2 if checkpointing else 1)
     assert relative_difference(gradients[True], gradients[False]) <= 1e-12
+
+
+def count(counts, i, *_):
+    counts[i] += 1
 
 
 def test_two_targets_that_take_turns_teach_what_one_does(tmp_path):
@@ -218,7 +223,7 @@ def test_two_targets_that_take_turns_teach_what_one_does(tmp_path):
         assert len({id(target.model) for target in targets}) == number
         read = [0] * number
         for i, target in enumerate(targets):
-            target.decoder.register_forward_hook(lambda *_, i=i: read.__setitem__(i, read[i] + 1))
+            target.decoder.register_forward_hook(partial(count, read, i))
         drafter = make_drafter(make_target("qwen3"))
         trainer = make_trainer(
             tmp_path, target=targets, drafter=drafter, gradient_accumulation_steps=2, num_train_epochs=1

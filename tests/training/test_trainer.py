@@ -176,8 +176,7 @@ class BrokenTarget(FrozenTarget):
         return features
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("loss_type", ["ce", "kl", "lk"])
+@pytest.mark.parametrize(("loss_type", "value"), [("ce", math.inf), ("ce", math.nan), ("lk", math.nan)])
 def test_a_non_finite_sample_is_left_out_and_counted_and_keeps_its_share(loss_type, value, tmp_path):
     target = make_target("qwen3")
     rows = make_rows(["00111111", "0011111111", "0111111"])
