@@ -17,6 +17,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load, load_file
 
+from hf_dflash.hub.commits import commit_folder
 from hf_dflash.training.checkpoint import is_whole
 
 
@@ -375,3 +376,21 @@ def test_a_commit_on_a_parent_that_is_not_the_newest_is_refused(online, hub):
         else:
             assert status_of(api.create_commit, "alice/contested", addition, **options) == 412
     assert api.list_repo_files("alice/contested") == [".gitattributes", "first.txt"]
+
+
+def test_a_folder_replaces_what_was_there_in_one_commit_and_touches_nothing_else(online, hub, tmp_path):
+    api = HfApi(endpoint=hub.url, token=TOKEN)
+    api.create_repo("alice/folders")
+    for name in ("old.txt", "sub/kept.txt"):
+        (tmp_path / "first" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "first" / name).write_text(name)
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "new.txt").write_text("new")
+    commit_folder(api, "alice/folders", tmp_path / "first", "first")
+    commit_folder(api, "alice/folders", tmp_path / "first", "first, below", path_in_repo="below")
+    commit_folder(api, "alice/folders", tmp_path / "second", "second", path_in_repo="below", remove_others=True)
+    assert hub.files("alice/folders").keys() == {".gitattributes", "old.txt", "sub/kept.txt", "below/new.txt"}
+    commit_folder(api, "alice/folders", tmp_path / "second", "third", remove_others=True)
+    assert hub.files("alice/folders").keys() == {".gitattributes", "new.txt"}
+    messages = [commit.message for commit in hub.repositories["alice/folders"].history]
+    assert messages == ["initial commit", "first", "first, below", "second", "third"]
