@@ -210,7 +210,7 @@ def test_perfect_drafts_fill_blocks_and_hopeless_ones_leave_the_bonus_token(kind
     assert hopeless.acceptance_lengths == [[1, 1, 1, 1]]
 
 
-def test_block_cut_by_end_token_or_length_counts_what_was_emitted(tiny_qwen3):
+def test_block_cut_by_end_token_or_length_counts_what_was_emitted():
     target, input_ids = target_of("qwen3"), draw_prompt(6, 0)
     continuation = long_continuation(target, input_ids)
     oracle = make_oracle(target, block_size=8).plan([continuation], lambda: 7)
