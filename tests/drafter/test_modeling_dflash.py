@@ -157,6 +157,23 @@ def test_left_padded_rows_decode_as_each_alone(kind, cache_kind):
             torch.testing.assert_close(decoded[i], alone, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_padding_in_the_middle_of_the_keys_does_not_shift_the_window(kind):
+    """As in batched decoding, where rows accept different numbers of drafts."""
+    target = make_target("qwen3", torch.float64)
+    drafter, embedding = make_drafter(target, torch.float64, **kind), target.get_input_embeddings()
+    features = random_features(11, torch.float64)
+    expected = decode_block(drafter, embedding, 9, features, 0)
+    real = torch.tensor([1] * 7 + [0] * 3 + [1] * 4 + [1] * BLOCK_SIZE)
+    context = torch.full((14, WIDTH), 7.0, dtype=torch.float64)
+    context[real[:14].bool()] = features
+    slots = torch.tensor([[9] + [MASK_TOKEN_ID] * (BLOCK_SIZE - 1)])
+    positions = (real.cumsum(0) - 1)[None]
+    output = drafter(embedding(slots), context[None], positions, attention_mask=real[None]).last_hidden_state[0]
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
 # ---- Layouts ----
 
 
