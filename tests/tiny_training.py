@@ -2,7 +2,9 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """Whole training runs that take a second: random documents, a random target, a random drafter."""
 
+import logging
 import random
+from contextlib import contextmanager
 
 import torch
 from datasets import Dataset
@@ -107,6 +109,17 @@ def assert_same(state, other, path: str = "") -> None:
         assert torch.equal(state, other), (path, (state - other).abs().max())
     else:
         assert state == other, (path, state, other)
+
+
+@contextmanager
+def heard_by_pytest():
+    """Our loggers, like transformers', keep to themselves; pytest listens at the root."""
+    logger = logging.getLogger("hf_dflash")
+    was, logger.propagate = logger.propagate, True
+    try:
+        yield
+    finally:
+        logger.propagate = was
 
 
 class GradientRecorder(TrainerCallback):

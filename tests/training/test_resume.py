@@ -180,7 +180,7 @@ def test_checkpoints_hold_fp32_masters_and_nothing_of_the_target(output_dir):
 
 def test_any_missing_or_short_file_makes_a_checkpoint_half(output_dir):
     last = output_dir / "checkpoint-4"
-    files = sorted(path for path in last.iterdir() if path.name != "trainer_state.json")
+    files = sorted(path for path in last.rglob("*") if path.is_file() and path.name != "trainer_state.json")
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "metric_sums_0.pt"} <= {
         path.name for path in files
     }

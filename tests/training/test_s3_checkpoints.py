@@ -1,0 +1,129 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import logging
+import threading
+
+import pytest
+from tiny_training import assert_same, heard_by_pytest, make_trainer, training_state
+
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+from s3_server import running_s3  # noqa: E402
+
+from hf_dflash.object_store import ObjectStore  # noqa: E402
+from hf_dflash.training.s3_checkpoints import S3Callback, fetch_checkpoint  # noqa: E402
+
+
+def checkpoints(folder):
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+
+
+URI = "s3://bucket/runs/one"
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "save_total_limit": 1, "logging_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with running_s3() as url:
+        yield url
+
+
+def keys(uri):
+    return {item.uri.removeprefix(uri + "/") for item in ObjectStore().list_objects(uri)}
+
+
+def test_every_checkpoint_is_copied_and_a_run_goes_on_from_s3_alone(s3, tmp_path):
+    uri = f"{URI}/copied"
+    whole = make_trainer(tmp_path / "here", checkpoint_uri=uri, **SAVING)
+    whole.train()
+    # Rotation has taken the older ones away here, not there.
+    assert checkpoints(tmp_path / "here") == [9]
+    assert {name.split("/")[0] for name in keys(uri)} == {
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-9",
+        "latest.json",
+    }
+    assert ObjectStore().read_latest(uri) == f"{uri}/checkpoint-9"
+    assert not list((tmp_path / "here" / ".s3_uploads").glob("*"))
+
+    elsewhere = make_trainer(tmp_path / "elsewhere", **SAVING)
+    elsewhere.train(resume_from_checkpoint=f"{uri}/checkpoint-6")
+    assert_same(training_state(elsewhere), training_state(whole))
+    assert fetch_checkpoint(uri, tmp_path / "third").endswith("checkpoint-9")
+
+
+def test_training_does_not_wait_for_a_slow_upload_and_the_pointer_moves_when_all_is_there(s3, tmp_path):
+    uri = f"{URI}/slow"
+    may_upload = threading.Event()
+    trained, order = threading.Event(), []
+
+    class Slow(ObjectStore):
+        def upload_folder(self, *args, **kwargs):
+            assert may_upload.wait(60)
+            order.append("upload")
+            return super().upload_folder(*args, **kwargs)
+
+        def write_latest(self, *args):
+            order.append("latest")
+            super().write_latest(*args)
+
+    trainer = make_trainer(tmp_path, **SAVING)
+
+    class Order(S3Callback):
+        def on_train_end(self, args, state, control, **kwargs):
+            # All steps are done and no upload has ended.
+            assert state.global_step == 9 and not order
+            trained.set()
+            may_upload.set()
+            super().on_train_end(args, state, control, **kwargs)
+
+    trainer.add_callback(Order(uri, store=Slow()))
+    trainer.train()
+    assert trained.is_set() and order == ["upload", "latest"] * 3
+
+
+def test_a_failed_upload_is_tried_again_then_reported_and_never_stops_training(s3, tmp_path, caplog):
+    uri = f"{URI}/failing"
+    tries = []
+
+    class Failing(ObjectStore):
+        def upload_folder(self, folder, target, **kwargs):
+            tries.append(target.rpartition("/")[2])
+            # The first checkpoint never, the second at the second attempt.
+            if (
+                tries.count("checkpoint-3")
+                and tries[-1] == "checkpoint-3"
+                or tries == ["checkpoint-3"] * 2 + ["checkpoint-6"]
+            ):
+                raise OSError("the network is down")
+            return super().upload_folder(folder, target, **kwargs)
+
+    callback = S3Callback(uri, store=Failing(), attempts=2, seconds_between=0)
+    trainer = make_trainer(tmp_path, callbacks=[callback], **SAVING)
+    with caplog.at_level(logging.WARNING), heard_by_pytest():
+        trainer.train()
+    assert trainer.state.global_step == 9
+    assert tries == ["checkpoint-3", "checkpoint-3", "checkpoint-6", "checkpoint-6", "checkpoint-9"]
+    assert list(callback.failed) == ["checkpoint-3"]
+    assert "checkpoint-3 is not on" in caplog.text and "the network is down" in caplog.text
+
+    # It waits, and goes up when the run goes on.
+    again = make_trainer(tmp_path, checkpoint_uri=uri, **SAVING)
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-3/model.safetensors" in keys(uri)
+    assert ObjectStore().read_latest(uri) == f"{uri}/checkpoint-9"
+
+
+def test_a_checkpoint_that_is_not_all_there_is_not_gone_on_from(s3, tmp_path):
+    uri = f"{URI}/half"
+    trainer = make_trainer(tmp_path / "here", checkpoint_uri=uri, **{**SAVING, "max_steps": 3})
+    trainer.train()
+    store = ObjectStore()
+    store._client.delete_object(Bucket="bucket", Key="runs/one/half/checkpoint-3/optimizer.pt")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        fetch_checkpoint(uri, tmp_path / "there")
+    with pytest.raises(FileNotFoundError, match="no latest.json"):
+        fetch_checkpoint("s3://bucket/nothing/here", tmp_path / "there")
