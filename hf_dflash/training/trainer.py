@@ -285,6 +285,10 @@ class DFlashTrainer(HubPublishing, Trainer):
         if context.shape[0] == 0:
             context = context.new_zeros(1, context.shape[1])
         finite = torch.isfinite(context).all(dim=-1)
+        if features.label_hidden_states is not None:
+            # Layers behind the captured ones can overflow by themselves.
+            label_positions = batch.label_positions.to(context.device, non_blocking=True)
+            finite[label_positions] &= torch.isfinite(features.label_hidden_states).all(dim=-1)
         context = torch.where(finite[:, None], context, 0)[batch.context_index]
         row_documents = batch.document_ids.clamp(min=0)
         document_is_finite = torch.ones(

@@ -229,6 +229,25 @@ def test_a_non_finite_sample_is_left_out_and_counted_and_keeps_its_share(loss_ty
     assert [entry["loss"] for entry in logs] == pytest.approx(expected, rel=1e-5)
 
 
+class OverflowingTarget(FrozenTarget):
+    """The final hidden states of the first document overflow, those of the captured layers do not."""
+
+    def __call__(self, *args, **options):
+        features = super().__call__(*args, **options)
+        if features.label_hidden_states is not None:
+            features.label_hidden_states[0] = math.inf
+        return features
+
+
+def test_a_sample_of_which_only_the_last_layer_overflows_is_left_out_too(tmp_path):
+    target = make_target("qwen3")
+    overflowing = OverflowingTarget(target, TARGET_LAYER_IDS)
+    trainer = make_trainer(tmp_path, target=overflowing, drafter=make_drafter(target), loss_type="kl", max_steps=2)
+    trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert all(e["skipped_nonfinite_blocks"] > 0 for e in trainer.state.log_history if "learning_rate" in e)
+
+
 # ---- Evaluation ----
 
 
