@@ -7,18 +7,20 @@ How fast completions become a dataset, how that grows with cores, and whether me
 
 Measured in one run, on the same generated rows:
 
-- `tokenize_completions` with 1 worker and with 2, on all rows and (1 worker) on a quarter of them;
+- `tokenize_completions` with 1 worker and with 2, on all rows and on a quarter of them; what all rows cost beyond a quarter
+  of them is free of start-up (imports and the tokenizer in each process);
 - the usual way, on a few thousand rows: per row, `apply_chat_template` over the prompt and over the whole conversation,
   the mask from the difference, `Dataset.from_generator`.
 
 Tokens per second are given by the clock and by CPU time: on a machine that others use too, only the latter says what a core
-does. Peak memory is the resident set of all processes of a run together, sampled.
+does. Peak memory is that of all processes of a run together, sampled; pages that they share count once.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -80,11 +82,11 @@ def run_ours(source: str, target: str, workers: int) -> dict:
             nonlocal peak
             while process.poll() is None:
                 memory = 0
-                for pid, rss, seconds in processes_of(process.pid):
-                    memory += rss
+                for pid, memory_of_process, seconds in processes_of(process.pid):
+                    memory += memory_of_process
                     cpu[pid] = seconds
                 peak = max(peak, memory)
-                time.sleep(0.1)
+                time.sleep(0.25)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -102,15 +104,20 @@ def run_ours(source: str, target: str, workers: int) -> dict:
 
 
 def processes_of(session: int):
-    """(pid, resident bytes, CPU seconds) of all processes of a session."""
-    ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+    """(pid, bytes of memory, CPU seconds) of all processes of a session. Of a page that n processes share, 1/n is counted."""
+    ticks = os.sysconf("SC_CLK_TCK")
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             fields = Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == session:
+                rollup = Path("/proc", pid, "smaps_rollup").read_text()
+                yield (
+                    pid,
+                    1024 * int(re.search(r"^Pss:\s+(\d+)", rollup, re.M)[1]),
+                    sum(map(int, fields[11:13])) / ticks,
+                )
         except OSError:
             continue  # it has just ended
-        if int(fields[3]) == session:
-            yield pid, int(fields[21]) * page, (int(fields[11]) + int(fields[12])) / ticks
 
 
 def child(source: str, target: str, folder: str, workers: int) -> None:
@@ -158,6 +165,11 @@ def load_tokenizer(target: str):
     return AutoTokenizer.from_pretrained(target)
 
 
+def beyond(more: dict, less: dict, time_of: str) -> float:
+    """Tokens per second of what a run does beyond a smaller one."""
+    return (more["tokens"] - less["tokens"]) / (more[time_of] - less[time_of])
+
+
 def rates(run: dict) -> str:
     return (
         f"{run['rows'] / run['seconds']:>9,.0f} {run['tokens'] / run['seconds']:>11,.0f} "
@@ -186,37 +198,43 @@ def main() -> None:
         runs = {
             "1 worker, a quarter of the rows": run_ours(quarter, arguments.target, 1),
             "1 worker": run_ours(everything, arguments.target, 1),
+            "2 workers, a quarter of the rows": run_ours(quarter, arguments.target, 2),
             "2 workers": run_ours(everything, arguments.target, 2),
         }
         usual = run_usual_way(everything, arguments.target)
 
     tokenizer = load_tokenizer(arguments.target)
-    one, two, less = runs["1 worker"], runs["2 workers"], runs["1 worker, a quarter of the rows"]
+    one, one_less, two, two_less = (
+        runs[f"{workers}{part}"] for workers in ("1 worker", "2 workers") for part in ("", ", a quarter of the rows")
+    )
     print(
         f"{type(tokenizer).__name__}, {len(tokenizer)} ids; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    print(f"{'':<34}{'rows':>9}{'rows/s':>10}{'tokens/s':>12}{'tokens/CPU-s':>14}{'peak RSS':>11}")
+    print(f"{'':<34}{'rows':>9}{'rows/s':>10}{'tokens/s':>12}{'tokens/CPU-s':>14}{'peak memory':>12}")
     for name, run in runs.items():
-        print(f"{name:<34}{run['rows']:>9,} {rates(run)} {run['peak_bytes'] / 2**20:>7,.0f} MiB")
+        print(f"{name:<34}{run['rows']:>9,} {rates(run)} {run['peak_bytes'] / 2**20:>8,.0f} MiB")
     print(f"{'the usual way, 1 process':<34}{usual['rows']:>9,} {rates(usual)}")
 
-    rate = one["tokens"] / one["cpu_seconds"]
-    scaling = (two["tokens"] / two["cpu_seconds"]) / rate
+    rate = beyond(one, one_less, "cpu_seconds")
+    scaling = beyond(two, two_less, "cpu_seconds") / rate
     seconds = REFERENCE_TOKENS / (REFERENCE_WORKERS * rate * scaling)
     summary = {
+        "tokens per CPU-second of 1 worker, beyond start-up": rate,
+        "tokens per CPU-second of 2 workers, beyond start-up": rate * scaling,
         "ratio to the usual way (tokens per CPU-second)": rate / (usual["tokens"] / usual["cpu_seconds"]),
         "ratio to the reference run's worker (37.5K tokens/s)": rate / REFERENCE_RATE,
-        "speed-up of 2 workers by the clock": one["seconds"] / two["seconds"],
-        "work of 2 workers for the same tokens, in CPU time (1 = none is lost)": 1 / scaling,
-        "peak memory, all rows to a quarter of them": one["peak_bytes"] / less["peak_bytes"],
+        "speed-up of 2 workers by the clock, beyond start-up": beyond(two, two_less, "seconds")
+        / beyond(one, one_less, "seconds"),
+        "peak memory of 1 worker, all rows to a quarter of them": one["peak_bytes"] / one_less["peak_bytes"],
+        "peak memory of 2 workers, all rows to a quarter of them": two["peak_bytes"] / two_less["peak_bytes"],
         "reference job on 128 workers, seconds (extrapolated)": seconds,
     }
     print()
     for name, value in summary.items():
-        print(f"{name:<75}{value:>9.2f}")
+        print(f"{name:<60}{value:>12,.2f}")
     print(
         f"\nExtrapolation: {REFERENCE_TOKENS / 1e9:.2f}B tokens / ({REFERENCE_WORKERS} workers x {rate:,.0f} tokens per CPU-second "
-        f"x {scaling:.2f}, the share that stays with a second worker). Workers share nothing but the list of units, so the "
+        f"x {scaling:.2f}, what stays of it with a second worker). Workers share nothing but the list of units, so the "
         "loss per\nworker does not grow with their number as long as source and disk keep up "
         f"({4 * REFERENCE_TOKENS / seconds / 1e9:.1f} GB/s of text at that speed); start-up of the processes comes on top."
     )
