@@ -2,8 +2,10 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """What a trainer refuses at once: datasets that teach nothing, drafters that were made for another target."""
 
-import numpy as np
+import torch
+from torch import nn
 
+from ..drafter.blocks import find_eligible_anchors
 from ..target.frozen_target import FrozenTarget
 
 
@@ -18,15 +20,28 @@ def check_supervision(dataset, name: str) -> None:
         raise ValueError(f"`{name}` has no column {', '.join(sorted(missing))}: make it with `hf-dflash tokenize`.")
     if len(dataset) == 0:
         raise ValueError(f"`{name}` is empty.")
-    if "num_supervised" in dataset.column_names:
-        most = max(dataset["num_supervised"])
-    else:
-        most = max(int(np.sum(mask)) for mask in dataset["loss_mask"])
-    if most < 2:
+    # A block needs a supervised anchor and a supervised token behind it. The first row usually has them.
+    if not any(find_eligible_anchors(torch.as_tensor(row["loss_mask"])).any() for row in dataset):
         raise ValueError(
-            f"Nothing in `{name}` is supervised ({len(dataset)} rows, at most {most} supervised token(s) in one): a block needs "
-            "two. Look at the loss masks with `hf-dflash check`."
+            f"Nothing in `{name}` is supervised ({len(dataset)} rows, none with two supervised tokens behind one another): a "
+            "block needs two. Look at the loss masks with `hf-dflash check`."
         )
+
+
+def check_can_train(model: nn.Module, args) -> None:
+    """Refuses weights that would lose small updates, and attention that cannot run backward.
+
+    Raises:
+        `ValueError`: saying how to load the drafter, or which backend to take.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if dtypes & {torch.bfloat16, torch.float16}:
+        raise ValueError(
+            f"The drafter's weights are {', '.join(map(str, dtypes))}, in which small updates are lost: load it with "
+            "`from_pretrained(..., dtype=torch.float32)` and use `--bf16` for the arithmetic."
+        )
+    if args.attention_backend == "flex" and args.device.type == "cpu":
+        raise ValueError("`--attention_backend flex` has no backward pass on a CPU: use `dense` or `auto`.")
 
 
 def check_fit(config, target: FrozenTarget) -> None:

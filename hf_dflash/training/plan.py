@@ -39,6 +39,11 @@ def place_targets(
         raise ValueError(f"`targets_per_process` is {targets_per_process}: a drafter needs at least one target.")
     if device_count == 0:
         return ["cpu"] * targets_per_process
+    if local_world_size > device_count:
+        raise ValueError(
+            f"{local_world_size} processes on {device_count} CUDA device(s): each trains a drafter on its own device. Start "
+            f"{device_count} process(es) at most."
+        )
     if target_devices == "same" or (target_devices is None and device_count == 1 and local_world_size == 1):
         return [f"cuda:{local_rank}"] * targets_per_process
     wanted = local_world_size * targets_per_process

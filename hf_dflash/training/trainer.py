@@ -37,7 +37,7 @@ from .checkpoint import (
     mark_whole,
     rotate_checkpoints,
 )
-from .checks import check_fit, check_supervision
+from .checks import check_can_train, check_fit, check_supervision
 from .host_group import HostGroup
 from .interruption import CatchUpCallback, StopCallback, StopSignals
 from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
@@ -104,6 +104,7 @@ class DFlashTrainer(HubPublishing, Trainer):
         self.drafter_config = model.config
         if peft_config is not None:
             model = add_adapter(model, peft_config, args.seed)
+        check_can_train(model, args)
 
         # 3. Datasets
         eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
