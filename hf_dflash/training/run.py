@@ -19,6 +19,7 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from transformers.trainer_utils import set_seed
 
+from ..data.checks import DatasetGates
 from ..drafter.configuration_dflash import DFlashConfig, create_drafter_config
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..target.frozen_target import FrozenTarget
@@ -43,6 +44,8 @@ class JobArguments:
         eval_completions (`list[str]`, *optional*): held-out completions.
         dataset_dir (`str`, *optional*): where tokenized completions are kept; `output_dir`/dataset by default.
         max_length (`int`, *optional*, defaults to 4096): longest sample in tokens; longer replies are cut.
+        max_short_share, max_reply_share, min_supervised_share (`float`, *optional*): gates that the training set must pass,
+            see [`~data.checks.DatasetGates`].
         enable_thinking (`bool`, *optional*): passed to the chat template, as serving does; the template's default if not given.
         drafter (`str`, *optional*): a drafter to go on from, ours or another project's; a new one is made if not given.
         init_from_target (`bool`, *optional*, defaults to `False`): see [`initialize_from_target`].
@@ -66,6 +69,16 @@ class JobArguments:
     max_length: int = field(default=4096, metadata={"help": "Longest sample in tokens; longer replies are cut."})
     enable_thinking: bool | None = field(
         default=None, metadata={"help": "Passed to the chat template, as serving does; its own default if not given."}
+    )
+    max_short_share: float = field(
+        default=DatasetGates.max_short_share,
+        metadata={"help": "Largest share of samples with fewer supervised tokens than a block."},
+    )
+    max_reply_share: float = field(
+        default=DatasetGates.max_reply_share, metadata={"help": "Largest share of samples with one and the same reply."}
+    )
+    min_supervised_share: float = field(
+        default=DatasetGates.min_supervised_share, metadata={"help": "Smallest share of tokens that are supervised."}
     )
     drafter: str | None = field(
         default=None, metadata={"help": "A drafter to go on from, ours or another project's; a new one if not given."}
@@ -100,6 +113,11 @@ class JobArguments:
     num_key_value_heads: int | None = field(default=None, metadata={"help": "Key and value heads of a new drafter."})
     head_dim: int | None = field(default=None, metadata={"help": "Width of a head of a new drafter."})
     target_dtype: str = field(default="auto", metadata={"help": "dtype of the target's weights."})
+
+    @property
+    def gates(self) -> DatasetGates:
+        """What the training set must fulfil before a model is loaded."""
+        return DatasetGates(self.block_size, self.max_short_share, self.max_reply_share, self.min_supervised_share)
 
     def __post_init__(self):
         for path in (self.target, self.drafter):
@@ -194,8 +212,15 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
 
     folder = dataset_folder(job, args, name)
     if args.process_index == 0:
+        # Held-out sets are small and chosen: shares say little about them.
+        gates = job.gates if name == "train" else None
         tokenize_completions(
-            sources, job.target, folder, max_length=job.max_length, enable_thinking=job.enable_thinking
+            sources,
+            job.target,
+            folder,
+            max_length=job.max_length,
+            enable_thinking=job.enable_thinking,
+            gates=gates,
         )
     # Not `main_process_first`: tokenizing a corpus takes longer than a collective may.
     HostGroup(args.world_size).wait()
