@@ -5,9 +5,9 @@
 hf-dflash plan --config recipes/qwen36.yaml --num_processes 2 --num_devices 4
 """
 
-import argparse
 import os
 import re
+from dataclasses import dataclass, field
 
 import torch
 
@@ -189,21 +189,29 @@ def _add(memory: dict, device: str, parts: dict[str, float], owner: str, shares:
         on_device[key] = on_device.get(key, 0.0) + value / shares
 
 
+@dataclass
+class MachineArguments:
+    """
+    The machine that is planned for.
+
+    Args:
+        num_processes (`int`, *optional*, defaults to 1): drafters on the machine.
+        num_devices (`int`, *optional*): GPUs of the machine; those of this one by default.
+    """
+
+    num_processes: int = field(default=1, metadata={"help": "Drafters on the machine."})
+    num_devices: int | None = field(
+        default=None, metadata={"help": "GPUs of the machine; those of this one by default."}
+    )
+
+
 def main(argv: list[str]) -> int:
     """`hf-dflash plan`: takes every option of `hf-dflash train`, loads nothing."""
     from .run import parse_job, read_document_sizes
 
-    parser = argparse.ArgumentParser(prog="hf-dflash plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("--num_processes", type=int, default=1)
-    parser.add_argument("--num_devices", type=int, default=torch.cuda.device_count())
-    if "-h" in argv or "--help" in argv:
-        print("usage: hf-dflash plan [--num_processes N] [--num_devices N] [options of `hf-dflash train`]")
-        print("Prints the map, the memory that each device needs and the expected balance. Loads nothing.")
-        return 0
-    own, rest = parser.parse_known_args(argv)
-    if "--completions" not in rest:
-        rest += ["--completions", "-"]
-    # Precision is of the machine that will train, not of this one.
-    job, args = parse_job([*rest, "--use_cpu", "true"])
-    print(describe_plan(job, args, own.num_processes, own.num_devices, *read_document_sizes(job, args)))
+    # Neither completions nor a GPU of this machine are needed: precision is of the machine that will train.
+    given = argv if "--completions" in argv else [*argv, "--completions", "-"]
+    job, args, machine = parse_job([*given, "--use_cpu", "true"], MachineArguments, prog="hf-dflash plan")
+    num_devices = torch.cuda.device_count() if machine.num_devices is None else machine.num_devices
+    print(describe_plan(job, args, machine.num_processes, num_devices, *read_document_sizes(job, args)))
     return 0

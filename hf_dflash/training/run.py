@@ -75,7 +75,8 @@ class JobArguments:
         metadata={"help": "Largest share of samples with fewer supervised tokens than a block."},
     )
     max_reply_share: float = field(
-        default=DatasetGates.max_reply_share, metadata={"help": "Largest share of samples with one and the same reply."}
+        default=DatasetGates.max_reply_share,
+        metadata={"help": "Largest share of samples with one and the same reply."},
     )
     min_supervised_share: float = field(
         default=DatasetGates.min_supervised_share, metadata={"help": "Smallest share of tokens that are supervised."}
@@ -125,8 +126,16 @@ class JobArguments:
                 raise ValueError(f"There is no folder {path}: give a Hub id or the folder of a saved model.")
 
 
-def parse_job(argv: list[str] | None = None) -> tuple[JobArguments, DFlashTrainingArguments]:
+def parse_job(argv: list[str] | None = None, *also: type, prog: str = "hf-dflash train") -> tuple:
     """Reads a job from flags and, with `--config`, from a YAML file.
+
+    Args:
+        argv (`list[str]`, *optional*): flags.
+        also (`type`): dataclasses of further flags.
+        prog (`str`, *optional*, defaults to `"hf-dflash train"`): the command that help and errors name.
+
+    Returns:
+        `(JobArguments, DFlashTrainingArguments, ...)`.
 
     Raises:
         `ValueError`: if the file has an unknown key, naming it, or an option is unusable.
@@ -139,9 +148,8 @@ def parse_job(argv: list[str] | None = None) -> tuple[JobArguments, DFlashTraini
         path = argv[position + 1]
         # Of an option that is given twice the last one counts, so flags beat the file.
         argv = _flags_of_file(path) + argv[:position] + argv[position + 2 :]
-    parser = HfArgumentParser((JobArguments, DFlashTrainingArguments), prog="hf-dflash train", allow_abbrev=False)
-    job, args = parser.parse_args_into_dataclasses(argv)
-    return job, args
+    parser = HfArgumentParser((JobArguments, DFlashTrainingArguments, *also), prog=prog, allow_abbrev=False)
+    return parser.parse_args_into_dataclasses(argv)
 
 
 def _flags_of_file(path: str) -> list[str]:

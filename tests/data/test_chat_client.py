@@ -334,7 +334,9 @@ def test_shards_are_in_the_store_as_they_close_and_a_lost_disk_loses_nothing(tmp
         store = ObjectStore(endpoint_url=s3_url)
         stored = [item.uri for item in store.list_objects("s3://bucket/completions/completions-")]
         # Requests in flight may have filled one more.
-        assert stored[:3] == [f"s3://bucket/completions/completions-0000{n}.jsonl" for n in range(3)] and len(stored) < 5
+        assert (
+            stored[:3] == [f"s3://bucket/completions/completions-0000{n}.jsonl" for n in range(3)] and len(stored) < 5
+        )
 
         second = tmp_path / "second"
         generate_completions_from_servers(prompts, second, [server], **options)

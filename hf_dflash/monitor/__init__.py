@@ -1,3 +1,0 @@
-# Copyright 2026 The hf_dflash Authors. All rights reserved.
-# Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""The live page of a training run and its alerts."""
