@@ -159,7 +159,10 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "options": {k: str(v) for k, v in vars(arguments).items()},
+        "options": {
+            k: Path(v).name if isinstance(v, Path) else str(v) for k, v in vars(arguments).items() if k != "target"
+        },
+        "target": Path(arguments.target).name,
         "rows": {"train": len(train), "heldout": len(heldout)},
         "reply_tokens_a_row": sum(row["num_supervised"] for row in train) / len(train),
         "seconds_tokenizing": seconds_tokenizing,
