@@ -6,8 +6,10 @@ Differences between the supported releases of transformers (5.17 to 5.x). Nothin
 Each entry names the oldest supported release at which it can be deleted.
 """
 
+import functools
 from typing import TYPE_CHECKING
 
+import torch
 import transformers
 from packaging.version import Version
 
@@ -37,3 +39,18 @@ def mark_loss_as_scaled(trainer: "Trainer") -> None:
 
 def _loss_of_an_overridden_compute_loss(*args, **kwargs):
     raise RuntimeError("`mark_loss_as_scaled` is for trainers that override `compute_loss`.")
+
+
+# Delete when the oldest supported release is 5.24.
+@functools.cache
+def restore_onto_numbered_cpus() -> None:
+    """
+    Lets several processes on a CPU resume: releases before 5.24 load the optimizer onto their device, "cpu:0", a place that
+    `torch.load` does not know.
+    """
+    if TRANSFORMERS_VERSION < Version("5.24"):
+        torch.serialization.register_package(0, lambda storage: None, _restore_onto_cpu)
+
+
+def _restore_onto_cpu(storage, location: str):
+    return storage if location.startswith("cpu:") else None

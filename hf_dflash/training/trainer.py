@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from .._compat import mark_loss_as_scaled
+from .._compat import mark_loss_as_scaled, restore_onto_numbered_cpus
 from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader, collate_rows
 from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
@@ -118,6 +118,7 @@ class DFlashTrainer(HubPublishing, Trainer):
 
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         mark_loss_as_scaled(self)
+        restore_onto_numbered_cpus()
 
         # 4. Target
         feature_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else next(model.parameters()).dtype
