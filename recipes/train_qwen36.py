@@ -25,6 +25,8 @@ def test_flags(output_dir: str) -> list[str]:
     import torch
     from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+    from hf_dflash.drafter.configuration_dflash import find_mask_token_id
+
     pocket = os.path.join(RECIPES, "pocket")
     target, completions = os.path.join(output_dir, "tiny_target"), os.path.join(output_dir, "completions.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(pocket)
@@ -56,16 +58,10 @@ def test_flags(output_dir: str) -> list[str]:
         f"--target {target} --completions {completions} --output_dir {output_dir} --num_train_epochs 1 --block_size 8"
     )
     flags += " --target_layer_ids 1 2 3 4 5 --intermediate_size 128 --num_attention_heads 4 --num_key_value_heads 2"
-    flags += f" --head_dim 16 --mask_token_id {find_mask(tokenizer)} --token_budget 1024 --target_dtype float32 --logging_steps 1"
+    flags += f" --head_dim 16 --mask_token_id {find_mask_token_id(tokenizer, len(tokenizer))} --token_budget 1024 --target_dtype float32 --logging_steps 1"
     if not torch.cuda.is_available():
         flags += " --use_cpu true --bf16 false"
     return flags.split()
-
-
-def find_mask(tokenizer) -> int:
-    from hf_dflash.drafter.configuration_dflash import find_mask_token_id
-
-    return find_mask_token_id(tokenizer, len(tokenizer))
 
 
 def main(argv: list[str]) -> None:

@@ -8,7 +8,7 @@ Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B 
 import itertools
 import os
 import shutil
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -253,7 +253,7 @@ class DFlashTrainer(HubPublishing, Trainer):
         """Forward and backward of the drafter's matrices over slots; the context only passes keys, values and `fc`."""
         return 6 * self._num_parameters * inputs.slot_ids.numel()
 
-    @property
+    @cached_property
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
