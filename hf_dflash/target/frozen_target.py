@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """The frozen target: token ids in, features and labels for the drafter out."""
 
+import contextlib
 import copy
 from dataclasses import dataclass
 
@@ -90,9 +91,12 @@ class FrozenTarget:
         self.output_device, self.output_dtype = torch.device(device), dtype
         self.head = self._own_head.to(self.output_device)
         same_device = self.output_device == self.device
-        self.embedding = (
-            self._own_embedding if same_device else copy.deepcopy(self._own_embedding).to(self.output_device)
-        )
+        embedding = self._own_embedding if same_device else copy.deepcopy(self._own_embedding).to(self.output_device)
+        if getattr(embedding, "embed_norm", None) is not None:
+            # A view of the same weights: the target itself, perhaps at work in another thread, keeps its norm.
+            embedding = copy.copy(embedding)
+            embedding._modules = {**embedding._modules, "embed_norm": nn.Identity()}
+        self.embedding = embedding
         return self
 
     @property
@@ -112,14 +116,7 @@ class FrozenTarget:
         Returns:
             `torch.Tensor` of shape `[..., H]`.
         """
-        norm = getattr(self.embedding, "embed_norm", None)
-        if norm is None:
-            return self.embedding(token_ids).to(self.output_dtype)
-        self.embedding.embed_norm = nn.Identity()
-        try:
-            return self.embedding(token_ids).to(self.output_dtype)
-        finally:
-            self.embedding.embed_norm = norm
+        return self.embedding(token_ids).to(self.output_dtype)
 
     @torch.no_grad()
     def __call__(
@@ -129,6 +126,7 @@ class FrozenTarget:
         label_positions: torch.Tensor | None = None,
         *,
         return_label_hidden_states: bool = False,
+        device: torch.device | None = None,
     ) -> TargetFeatures:
         """Runs the target over a right-padded batch.
 
@@ -141,39 +139,55 @@ class FrozenTarget:
             label_positions (`torch.Tensor` of shape `[P]`, int64, *optional*): packed positions (rows behind one another
                 without padding) whose next token the target shall predict.
             return_label_hidden_states (`bool`, *optional*, defaults to `False`): also return the hidden states there.
+            device (`torch.device`, *optional*): where the features go; the drafter's device by default.
 
         Returns:
-            [`TargetFeatures`] on the drafter's device.
+            [`TargetFeatures`] on that device.
         """
+        device = self.output_device if device is None else device
         rows, width = input_ids.shape
         real = torch.arange(width, device=lengths.device)[None] < lengths[:, None]
-        packed = real.flatten().nonzero().squeeze(1).to(self.device)
+        packed = _upload(real.flatten().nonzero().squeeze(1), self.device)
         if packed.numel() == 0:
-            return self._nothing(label_positions is not None, return_label_hidden_states)
+            return self._nothing(label_positions is not None, return_label_hidden_states, device)
 
-        with self._capture as capture:
-            output = self.decoder(input_ids=input_ids.to(self.device), attention_mask=None, use_cache=False)
+        with self._capture as capture, _current_device(self.device):
+            output = self.decoder(input_ids=_upload(input_ids, self.device), attention_mask=None, use_cache=False)
             layers = capture.features
             capture.clear()
         # A target sharded over several devices hands out its layers on several devices.
-        context = torch.cat([self._send(layer.flatten(0, 1)[packed.to(layer.device)]) for layer in layers], dim=-1)
+        context = torch.cat(
+            [self._send(layer.flatten(0, 1)[packed.to(layer.device)], device) for layer in layers], dim=-1
+        )
         if label_positions is None:
             return TargetFeatures(context)
 
         final = output.last_hidden_state.flatten(0, 1)
-        final = final[packed.to(final.device)[label_positions.to(final.device)]]
-        label_ids = self._own_head.predict(final.to(self._own_head.weight.device)).to(self.output_device)
-        return TargetFeatures(context, label_ids, self._send(final) if return_label_hidden_states else None)
+        final = final[packed.to(final.device)[_upload(label_positions, final.device)]]
+        label_ids = self._own_head.predict(final.to(self._own_head.weight.device)).to(device)
+        return TargetFeatures(context, label_ids, self._send(final, device) if return_label_hidden_states else None)
 
-    def _send(self, states: torch.Tensor) -> torch.Tensor:
-        return states.to(self.output_device, self.output_dtype)
+    def _send(self, states: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return states.to(device, self.output_dtype)
 
-    def _nothing(self, with_labels: bool, with_hidden_states: bool) -> TargetFeatures:
+    def _nothing(self, with_labels: bool, with_hidden_states: bool, device: torch.device) -> TargetFeatures:
         """The features of a batch without rows, which fills the tail of an epoch."""
         hidden_size = self.config.hidden_size
-        where = {"device": self.output_device, "dtype": self.output_dtype}
+        where = {"device": device, "dtype": self.output_dtype}
         return TargetFeatures(
             torch.zeros(0, len(self.layer_ids) * hidden_size, **where),
-            torch.zeros(0, dtype=torch.long, device=self.output_device) if with_labels else None,
+            torch.zeros(0, dtype=torch.long, device=device) if with_labels else None,
             torch.zeros(0, hidden_size, **where) if with_labels and with_hidden_states else None,
         )
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Brings a tensor of the host to a device; from pinned memory, so that the host does not wait for the device."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _current_device(device: torch.device):
+    """Triton kernels are launched on the current device, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
