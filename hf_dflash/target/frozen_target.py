@@ -147,12 +147,12 @@ class FrozenTarget:
         device = self.output_device if device is None else device
         rows, width = input_ids.shape
         real = torch.arange(width, device=lengths.device)[None] < lengths[:, None]
-        packed = _upload(real.flatten().nonzero().squeeze(1), self.device)
+        packed = upload(real.flatten().nonzero().squeeze(1), self.device)
         if packed.numel() == 0:
             return self._nothing(label_positions is not None, return_label_hidden_states, device)
 
         with self._capture as capture, _current_device(self.device):
-            output = self.decoder(input_ids=_upload(input_ids, self.device), attention_mask=None, use_cache=False)
+            output = self.decoder(input_ids=upload(input_ids, self.device), attention_mask=None, use_cache=False)
             layers = capture.features
             capture.clear()
         # A target sharded over several devices hands out its layers on several devices.
@@ -163,7 +163,7 @@ class FrozenTarget:
             return TargetFeatures(context)
 
         final = output.last_hidden_state.flatten(0, 1)
-        final = final[packed.to(final.device)[_upload(label_positions, final.device)]]
+        final = final[packed.to(final.device)[upload(label_positions, final.device)]]
         label_ids = self._own_head.predict(final.to(self._own_head.weight.device)).to(device)
         return TargetFeatures(context, label_ids, self._send(final, device) if return_label_hidden_states else None)
 
@@ -181,7 +181,7 @@ class FrozenTarget:
         )
 
 
-def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Brings a tensor of the host to a device; from pinned memory, so that the host does not wait for the device."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

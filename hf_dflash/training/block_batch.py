@@ -19,6 +19,7 @@ import torch
 
 from ..drafter.blocks import find_eligible_anchors, find_supervised_slots, pad_to_bucket, select_anchors
 from ..drafter.losses import position_weights
+from ..target.frozen_target import upload
 
 
 # Smallest padded widths of the packed layout; flex attention works on tiles of 128.
@@ -72,10 +73,10 @@ class PackedDocuments:
 @dataclass
 class BlockBatch:
     """
-    A micro-batch as target and drafter take it. The first three stay on the host, for the target.
+    A micro-batch as target and drafter take it. The first four stay on the host, for the target.
 
     Args:
-        input_ids (`[D, L]`), lengths (`[D]`): right-padded documents.
+        input_ids (`[D, L]`), lengths (`[D]`), row_ids (`[D]`): right-padded documents, and which of the dataset they are.
         label_positions (`[P]`): packed positions at which the target's prediction is asked.
         context_index (`[R, C]`): packed position of each context position (0 on padding).
         document_ids (`[R, C]`): document of each context position, -1 on padding.
@@ -91,6 +92,7 @@ class BlockBatch:
 
     input_ids: torch.Tensor
     lengths: torch.Tensor
+    row_ids: torch.Tensor
     label_positions: torch.Tensor
     context_index: torch.Tensor
     document_ids: torch.Tensor
@@ -104,7 +106,7 @@ class BlockBatch:
     label_index: torch.Tensor
     data_labels: torch.Tensor
 
-    _FOR_THE_TARGET = ("input_ids", "lengths", "label_positions")
+    _FOR_THE_TARGET = ("input_ids", "lengths", "row_ids", "label_positions")
 
     @property
     def block_size(self) -> int:
@@ -123,13 +125,9 @@ class BlockBatch:
         return float((counts * position_weights(self.block_size, gamma, dtype=torch.float64)).sum())
 
     def to(self, device: torch.device) -> "BlockBatch":
-        """Moves the drafter's part."""
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
-            for field in fields(self)
-            if field.name not in self._FOR_THE_TARGET
-        }
-        return replace(self, **moved)
+        """Moves the drafter's part; the host does not wait for a GPU."""
+        names = [field.name for field in fields(self) if field.name not in self._FOR_THE_TARGET]
+        return replace(self, **{name: upload(getattr(self, name), device) for name in names})
 
 
 def draw_blocks(
@@ -255,6 +253,7 @@ def lay_out_blocks(
     return BlockBatch(
         input_ids=rows["input_ids"],
         lengths=rows["lengths"],
+        row_ids=rows["row_ids"],
         label_positions=label_positions,
         context_index=context_index,
         document_ids=document_ids,
