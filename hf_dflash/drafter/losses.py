@@ -7,11 +7,21 @@ The head is frozen, so the gradient of a slot's loss by its hidden state can be 
 the full `[S, V]` logits never exist, and nothing is computed twice. Slots only meet in the weights, which are detached.
 """
 
+from functools import lru_cache
+
 import torch
+from torch.utils._triton import has_triton
+
+from ..target.language_head import split_rows
 
 
 LOSS_TYPES = ("ce", "kl", "tv", "lk")
 WEIGHTINGS = ("decay", "dpace")
+IMPLEMENTATIONS = ("eager", "compiled", "triton")
+
+# Logits that stand in memory at once: eager steps hold several copies in fp32 (1 GiB each), fused ones one or two in the
+# head's dtype (2 GiB each in bf16). Higher pieces keep more of a GPU busy in the product with the head's weights.
+_MAX_ELEMENTS = {"eager": 1 << 28, "compiled": 1 << 29, "triton": 1 << 30}
 
 
 def position_weights(block_size: int, gamma: float, device=None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -49,37 +59,74 @@ def dpace_weights(confidences: torch.Tensor, supervised: torch.Tensor, alpha: fl
     return reached.flip(1).cumsum(1).flip(1) * supervised
 
 
+def default_implementation(loss_type: str, weight: torch.Tensor) -> str:
+    """How losses are computed by default: cross-entropy on CUDA by a Triton kernel, other losses there compiled, all else in
+    plain PyTorch, which is the reference (and the only one in fp64).
+
+    Args:
+        loss_type (`str`): see [`compute_dflash_loss`].
+        weight (`torch.Tensor`): of the head.
+    """
+    if weight.device.type != "cuda" or weight.dtype == torch.float64 or not has_triton():
+        return "eager"
+    return "triton" if loss_type == "ce" else "compiled"
+
+
 class _SlotLosses(torch.autograd.Function):
     """Losses of slots `[S]` with the gradient by `hidden_states` made in the forward pass."""
 
     @staticmethod
-    def forward(ctx, hidden_states, head, labels, loss_type, target_hidden_states, max_elements):
+    def forward(ctx, hidden_states, head, labels, loss_type, target_hidden_states, implementation, max_elements):
         needs_gradient = ctx.needs_input_grad[0]
         precise = torch.promote_types(head.weight.dtype, torch.float32)
         losses = torch.empty(hidden_states.shape[0], device=hidden_states.device, dtype=precise)
         predictions = torch.empty(hidden_states.shape[0], device=hidden_states.device, dtype=torch.long)
         gradient = torch.empty_like(hidden_states) if needs_gradient else None
-        step = max(1, max_elements // head.vocab_size)
-        for start in range(0, hidden_states.shape[0], step):
-            rows = slice(start, start + step)
-            logits = head.logits(hidden_states[rows])
-            predictions[rows] = logits.argmax(-1)
+        start = 0
+        for chunk in split_rows(hidden_states, max_elements // head.vocab_size):
+            rows = slice(start, start + chunk.shape[0])
+            start = rows.stop
+            projected = head.project(chunk)
             if loss_type == "ce":
-                losses[rows], grad_logits = _cross_entropy(logits, labels[rows], needs_gradient)
+                target_projected = None
             else:
-                target_logits = head.logits(target_hidden_states[rows])
-                losses[rows], grad_logits = _divergence(logits, target_logits, loss_type, needs_gradient)
+                target_projected = head.project(target_hidden_states[rows])
+            if implementation == "triton":
+                from .cross_entropy_kernel import cross_entropy_in_place
+
+                losses[rows], predictions[rows] = cross_entropy_in_place(
+                    projected, labels[rows], head.scale, head.softcap, needs_gradient
+                )
+            else:
+                score = _compiled_score() if implementation == "compiled" else _score
+                losses[rows], predictions[rows], projected = score(
+                    head, projected, labels[rows], loss_type, target_projected, needs_gradient
+                )
             if needs_gradient:
-                gradient[rows] = head.backward(logits, grad_logits).to(gradient.dtype)
+                gradient[rows] = (projected @ head.weight).to(gradient.dtype)
         ctx.gradient = gradient
         ctx.mark_non_differentiable(predictions)
         return losses, predictions
 
     @staticmethod
     def backward(ctx, grad_losses, _):
-        gradient = grad_losses[:, None].to(ctx.gradient.dtype) * ctx.gradient
-        ctx.gradient = None
-        return gradient, None, None, None, None, None
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(grad_losses[:, None]), None, None, None, None, None, None
+
+
+def _score(head, projected, labels, loss_type, target_projected, needs_gradient):
+    """`(losses, predictions, gradient by projected)` of a few slots."""
+    logits = head.finish(projected)
+    if loss_type == "ce":
+        losses, grad_logits = _cross_entropy(logits, labels, needs_gradient)
+    else:
+        losses, grad_logits = _divergence(logits, head.finish(target_projected), loss_type, needs_gradient)
+    return losses, logits.argmax(-1), head.unfinish(logits, grad_logits) if needs_gradient else None
+
+
+@lru_cache(maxsize=1)
+def _compiled_score():
+    return torch.compile(_score, fullgraph=True, dynamic=True)
 
 
 def _cross_entropy(logits, labels, needs_gradient):
@@ -120,7 +167,8 @@ def compute_dflash_loss(
     target_hidden_states: torch.Tensor | None = None,
     slot_indices: torch.Tensor | None = None,
     kept_blocks: torch.Tensor | None = None,
-    max_elements: int = 1 << 28,
+    implementation: str | None = None,
+    max_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of N blocks (DESIGN 3.6): sum of weight * loss over supervised slots, by a denominator.
 
@@ -151,8 +199,10 @@ def compute_dflash_loss(
         kept_blocks (`torch.Tensor` of shape `[N]`, bool, *optional*):
             Blocks whose loss counts. Others (of a sample that came out non-finite) add nothing but keep their share of the
             denominator.
-        max_elements (`int`, *optional*, defaults to 2^28):
-            Logits that stand in memory at once.
+        implementation (`str`, *optional*):
+            `"eager"`, `"compiled"` or, for `"ce"` on CUDA, `"triton"`; see [`default_implementation`].
+        max_elements (`int`, *optional*):
+            Logits that stand in memory at once; 2^28 in plain PyTorch, more where they are in the head's dtype.
 
     Returns:
         `(loss, correct)`: a scalar in fp32 or better, and `[N, B - 1]` bool, whether the drafter's most likely token is the
@@ -169,6 +219,13 @@ def compute_dflash_loss(
         raise ValueError(f"D-PACE weights are made of cross-entropies: use `loss_type='ce'`, not {loss_type!r}.")
     if loss_type != "ce" and target_hidden_states is None:
         raise ValueError(f"`loss_type={loss_type!r}` compares distributions: pass `target_hidden_states`.")
+    if implementation is None:
+        implementation = default_implementation(loss_type, head.weight)
+    elif implementation not in IMPLEMENTATIONS or (implementation == "triton" and loss_type != "ce"):
+        raise ValueError(
+            f"`implementation={implementation!r}` with `loss_type={loss_type!r}`: choose one of {', '.join(IMPLEMENTATIONS)}; "
+            "triton is for ce only."
+        )
 
     num_blocks, num_drafts, hidden_size = hidden_states.shape
     if slot_indices is None:
@@ -183,12 +240,14 @@ def compute_dflash_loss(
 
     slot_labels = labels.flatten()[slot_indices]
     losses, predictions = _SlotLosses.apply(
-        hidden_states.reshape(-1, hidden_size)[slot_indices],
+        # Not by square brackets, whose backward pass sorts the indices.
+        hidden_states.reshape(-1, hidden_size).index_select(0, slot_indices),
         head,
         slot_labels,
         loss_type,
         target_hidden_states,
-        max_elements,
+        implementation,
+        max_elements or _MAX_ELEMENTS[implementation],
     )
     decay = position_weights(num_drafts + 1, gamma, device=losses.device, dtype=losses.dtype)
     if weighting == "decay":
@@ -205,7 +264,11 @@ def compute_dflash_loss(
     if denominator is None:
         denominator = own_denominator
     # A step without any supervised slot has a zero loss and zero gradients, and every rank still runs its backward pass.
-    denominator = torch.as_tensor(denominator, device=losses.device, dtype=losses.dtype)
+    if isinstance(denominator, torch.Tensor):
+        denominator = denominator.to(losses.device, losses.dtype)
+    else:
+        # Filled in by a kernel: a copy from the host would make it wait for the device.
+        denominator = torch.full((), denominator, device=losses.device, dtype=losses.dtype)
     loss = (weights * losses).sum() / torch.where(denominator > 0, denominator, torch.ones_like(denominator))
 
     correct = torch.zeros(num_blocks * num_drafts, dtype=torch.bool, device=losses.device)

@@ -33,13 +33,30 @@ class DFlashOutput(ModelOutput):
     last_hidden_state: torch.Tensor | None = None
 
 
-class DFlashRMSNorm(nn.Module):
+class CompilableModule(nn.Module):
+    """
+    A module that computes in `compute`, and on request compiled. That is a mark on the module, so that hooks stay outside,
+    names of weights stay as they are, and a copy runs its own weights.
+    """
+
+    compile_options: tuple[bool, str] | None = None
+
+    def call(self, *arguments):
+        if self.compile_options is None or torch.compiler.is_compiling():
+            return self.compute(*arguments)
+        return _compiled_call(*self.compile_options)(self, *arguments)
+
+
+class DFlashRMSNorm(CompilableModule):
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.call(hidden_states)
+
+    def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # Statistics in fp32 (fp64 stays fp64, where exactness is tested).
         dtype = hidden_states.dtype
         states = hidden_states.to(torch.promote_types(dtype, torch.float32))
@@ -80,12 +97,22 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return states * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def _compile(function: Callable, **options) -> Callable:
+    # Each kind of layer is compiled by itself, for training and evaluation, for one row and several. Past dynamo's limit of 8
+    # variants it would go on uncompiled, where flex attention holds every score; `fullgraph` makes that an error.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(function, fullgraph=True, **options)
+
+
 @lru_cache(maxsize=1)
 def _compiled_flex_attention():
-    # Widths become dynamic after the first few, but each kind of layer is compiled by itself, and for training and evaluation.
-    # Past dynamo's limit of 8 variants it would go on uncompiled, and hold every score; `fullgraph` makes that an error.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(flex_attention, fullgraph=True)
+    return _compile(flex_attention)
+
+
+@lru_cache(maxsize=4)
+def _compiled_call(dynamic: bool, backend: str) -> Callable:
+    """One compiled function for all modules, which hands them in: equal ones share their code, and copies stay copies."""
+    return _compile(lambda module, *arguments: module.compute(*arguments), dynamic=dynamic, backend=backend)
 
 
 class DFlashAttention(nn.Module):
@@ -123,6 +150,8 @@ class DFlashAttention(nn.Module):
         queries = rotate(heads(self.q_proj(hidden_states), self.q_norm), cos[:, :, -q_len:], sin[:, :, -q_len:])
         keys = rotate(heads(self.k_proj(key_value_input), self.k_norm), cos, sin)
         values = heads(self.v_proj(key_value_input))
+        # Under autocast queries and keys leave their norms in fp32, in which attention would run several times slower.
+        queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
 
@@ -136,12 +165,13 @@ class DFlashAttention(nn.Module):
         else:
             # Uncompiled flex attention materialises every score. It is the forward-only reference on a CPU, where it has no
             # backward: training there uses dense masks.
-            flex = _compiled_flex_attention() if queries.is_cuda else flex_attention
+            is_compiled = queries.is_cuda and not torch.compiler.is_compiling()
+            flex = _compiled_flex_attention() if is_compiled else flex_attention
             out = flex(queries, keys, values, block_mask=attention_mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).reshape(batch, q_len, -1))
 
 
-class DFlashDecoderLayer(nn.Module):
+class DFlashDecoderLayer(CompilableModule):
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__()
         self.self_attn = DFlashAttention(config, layer_idx)
@@ -150,6 +180,12 @@ class DFlashDecoderLayer(nn.Module):
         self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states, context, rotary_embedding, attention_mask, cache=None) -> torch.Tensor:
+        if cache is not None or isinstance(attention_mask, DecodingMask):
+            # Decoding: other shapes at each call, and too short to be worth it.
+            return self.compute(hidden_states, context, rotary_embedding, attention_mask, cache)
+        return self.call(hidden_states, context, rotary_embedding, attention_mask)
+
+    def compute(self, hidden_states, context, rotary_embedding, attention_mask, cache=None) -> torch.Tensor:
         # The context enters each layer's keys and values as it is: only the slots are normed.
         attended = self.self_attn(
             self.input_layernorm(hidden_states), context, rotary_embedding, attention_mask, cache
@@ -219,6 +255,22 @@ class DFlashForSpeculation(PreTrainedModel):
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def compile_layers(self, dynamic: bool = True, backend: str = "inductor") -> "DFlashForSpeculation":
+        """
+        Compiles decoder layers and norms, each by itself, for training; decoding goes on uncompiled. A whole model takes
+        minutes to compile, and gains nothing.
+
+        Args:
+            dynamic (`bool`, *optional*, defaults to `True`): one code for all widths; `False` for one code for each.
+            backend (`str`, *optional*, defaults to `"inductor"`): of `torch.compile`.
+
+        Returns:
+            [`DFlashForSpeculation`]: itself.
+        """
+        for module in (*self.layers, self.norm, self.hidden_norm):
+            module.compile_options = (dynamic, backend)
+        return self
 
     def is_causal_layer(self, layer_type: str) -> bool:
         """Whether slots of a block see only earlier slots in layers of this type (see `is_causal` of [`DFlashConfig`])."""

@@ -51,24 +51,35 @@ class LanguageHead:
         bias = None if self.bias is None else self.bias.detach().to(device, dtype)
         return replace(self, weight=self.weight.to(device, dtype), bias=bias)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` -> logits `[..., V]` in fp32 (fp64 for fp64 weights): softmax in bf16 costs 7% of acceptance
-        (speculators pull request 788)."""
-        logits = F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., H]` -> h W^T + b, `[..., V]` in the weights' dtype: what [`~LanguageHead.finish`] takes."""
+        return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
+
+    def finish(self, projected: torch.Tensor) -> torch.Tensor:
+        """Scale and soft-cap, in fp32 (fp64 for fp64 weights): softmax in bf16 costs 7% of acceptance (speculators pull
+        request 788)."""
+        logits = projected.to(torch.promote_types(projected.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
-    def backward(self, logits: torch.Tensor, grad_logits: torch.Tensor) -> torch.Tensor:
-        """The gradient by the hidden states, `[..., H]`, of a loss whose gradient by [`~LanguageHead.logits`] is given."""
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., H]` -> logits `[..., V]` in fp32 (fp64 for fp64 weights)."""
+        return self.finish(self.project(hidden_states))
+
+    def unfinish(self, logits: torch.Tensor, grad_logits: torch.Tensor) -> torch.Tensor:
+        """The gradient by [`~LanguageHead.project`], in the weights' dtype, of a loss whose gradient by logits is given."""
         if self.softcap is not None:
             grad_logits = grad_logits * (1 - (logits / self.softcap) ** 2)
         if self.scale != 1.0:
             grad_logits = grad_logits * self.scale
-        return grad_logits.to(self.weight.dtype) @ self.weight
+        return grad_logits.to(self.weight.dtype)
+
+    def backward(self, logits: torch.Tensor, grad_logits: torch.Tensor) -> torch.Tensor:
+        """The gradient by the hidden states, `[..., H]`, of a loss whose gradient by [`~LanguageHead.logits`] is given."""
+        return self.unfinish(logits, grad_logits) @ self.weight
 
     def predict(self, hidden_states: torch.Tensor, max_elements: int = 1 << 28) -> torch.Tensor:
         """The most likely token of each row, without holding more than `max_elements` logits.
@@ -80,6 +91,28 @@ class LanguageHead:
         Returns:
             `torch.Tensor` of shape `[R]`, int64.
         """
-        rows = max(1, max_elements // self.vocab_size)
-        tokens = [self.logits(chunk).argmax(-1) for chunk in hidden_states.split(rows)]
+        # Conversion to fp32 keeps order and ties, so a plain head needs none; scale and soft-cap can make new ties.
+        is_plain = self.scale == 1.0 and self.softcap is None
+        score = self.project if is_plain else self.logits
+        tokens = [score(chunk).argmax(-1) for chunk in split_rows(hidden_states, max_elements // self.vocab_size)]
         return torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.long, device=hidden_states.device)
+
+
+def split_rows(states: torch.Tensor, most: int) -> list[torch.Tensor]:
+    """Pieces of nearly equal height, at most `most` rows each, in multiples of 128 where that fits: a short last piece, or
+    a ragged one, would leave a GPU's tiles half empty.
+
+    Args:
+        states (`torch.Tensor` of shape `[R, ...]`): what is split.
+        most (`int`): rows of a piece; less than one counts as one.
+
+    Returns:
+        `list[torch.Tensor]`: views; none if there are no rows.
+    """
+    rows = states.shape[0]
+    if rows == 0:
+        return []
+    most = max(1, most)
+    height = -(-rows // -(-rows // most))
+    rounded = -(-height // 128) * 128
+    return list(states.split(rounded if rounded <= most else height))
