@@ -76,9 +76,12 @@ def make_trainer(
 
 def comparable(log_history: list[dict]) -> list[dict]:
     """The log without what differs from one machine, or one call of `train`, to the next."""
+
+    def is_of_the_machine(name):
+        return name.endswith(("runtime", "_per_second")) or name.startswith(("time/", "memory/", "mfu/"))
+
     return [
-        {k: v for k, v in entry.items() if k not in OF_THE_CALL and not k.endswith(("runtime", "_per_second"))}
-        for entry in log_history
+        {k: v for k, v in entry.items() if k not in OF_THE_CALL and not is_of_the_machine(k)} for entry in log_history
     ]
 
 

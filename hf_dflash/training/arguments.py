@@ -14,6 +14,7 @@ from ..object_store import is_object_uri
 BEST_METRIC = "eval_acceptance_length"
 
 MATRIX_OPTIMIZERS = ("same", "muon")
+PIPELINES = ("auto", "on", "off")
 
 
 @dataclass
@@ -56,6 +57,11 @@ class DFlashTrainingArguments(TrainingArguments):
             `"same"`, or a comma-separated list; devices joined by `+` share one target. See [`place_targets`].
         targets_per_process (`int`, *optional*, defaults to 1):
             Targets that serve one drafter.
+        pipeline (`str`, *optional*, defaults to `"auto"`):
+            Whether targets compute ahead of the drafter: `"on"`, `"off"`, or where they have devices of their own.
+        pipeline_depth (`int`, *optional*, defaults to 2):
+            Micro-batches that each target may be ahead: one ready and one in the making, so that micro-batches of unequal
+            cost even out. Each takes `token_budget` x layers x hidden size x 2 bytes on the drafter's device.
 
         > Parameters that control the optimizer
 
@@ -159,6 +165,17 @@ class DFlashTrainingArguments(TrainingArguments):
         metadata={"help": "'same' for the drafter's device, or a comma-separated list for all processes."},
     )
     targets_per_process: int = field(default=1, metadata={"help": "Targets that serve one drafter."})
+    pipeline: str = field(
+        default="auto",
+        metadata={
+            "help": "Targets compute ahead of the drafter: on, off, or auto: where they have devices of their own.",
+            "choices": list(PIPELINES),
+        },
+    )
+    pipeline_depth: int = field(
+        default=2,
+        metadata={"help": "Micro-batches that each target may be ahead: one ready, one in the making."},
+    )
     matrix_optimizer: str = field(
         default="same",
         metadata={
@@ -189,6 +206,7 @@ class DFlashTrainingArguments(TrainingArguments):
             ("loss_weighting", WEIGHTINGS),
             ("attention_backend", ("auto", "flex", "dense")),
             ("matrix_optimizer", MATRIX_OPTIMIZERS),
+            ("pipeline", PIPELINES),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`--{name} {getattr(self, name)}`: choose one of {', '.join(choices)}.")
@@ -198,6 +216,7 @@ class DFlashTrainingArguments(TrainingArguments):
             "num_anchors",
             "eval_blocks_per_pass",
             "targets_per_process",
+            "pipeline_depth",
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`--{name}` is {getattr(self, name)}: it must be at least 1.")

@@ -73,7 +73,7 @@ class PackedDocuments:
 @dataclass
 class BlockBatch:
     """
-    A micro-batch as target and drafter take it. The first four stay on the host, for the target.
+    A micro-batch as target and drafter take it. The first four stay on the host, for the target; so does the last.
 
     Args:
         input_ids (`[D, L]`), lengths (`[D]`), row_ids (`[D]`): right-padded documents, and which of the dataset they are.
@@ -88,6 +88,7 @@ class BlockBatch:
         slot_indices (`[S]`): the same as flat indices.
         label_index (`[N, B - 1]`): index into `label_positions` of each slot's label (0 where unsupervised).
         data_labels (`[N, B - 1]`): the data's own token at each slot (0 where unsupervised).
+        num_blocks (`int`): blocks that are valid.
     """
 
     input_ids: torch.Tensor
@@ -105,8 +106,9 @@ class BlockBatch:
     slot_indices: torch.Tensor
     label_index: torch.Tensor
     data_labels: torch.Tensor
+    num_blocks: int
 
-    _FOR_THE_TARGET = ("input_ids", "lengths", "row_ids", "label_positions")
+    _ON_THE_HOST = ("input_ids", "lengths", "row_ids", "label_positions", "num_blocks")
 
     @property
     def block_size(self) -> int:
@@ -126,7 +128,7 @@ class BlockBatch:
 
     def to(self, device: torch.device) -> "BlockBatch":
         """Moves the drafter's part; the host does not wait for a GPU."""
-        names = [field.name for field in fields(self) if field.name not in self._FOR_THE_TARGET]
+        names = [field.name for field in fields(self) if field.name not in self._ON_THE_HOST]
         return replace(self, **{name: upload(getattr(self, name), device) for name in names})
 
 
@@ -266,4 +268,5 @@ def lay_out_blocks(
         slot_indices=slot_indices,
         label_index=label_index.view(num_blocks, drafts),
         data_labels=data_labels.view(num_blocks, drafts),
+        num_blocks=len(anchor_positions),
     )

@@ -50,7 +50,9 @@ class AcceptanceCallback(TrainerCallback):
         if state.global_step % self.every == 0 and state.is_world_process_zero:
             # `Trainer.log` takes any log for the one that was due.
             should_log = control.should_log
-            self.trainer.log(self.measure())
+            with self.trainer.pipeline.exclusive(), self.trainer._step_times.excluded():
+                figures = self.measure()
+            self.trainer.log(figures)
             control.should_log = should_log
 
     @torch.no_grad()

@@ -5,7 +5,7 @@
 Estimates, to be right within a quarter or so: allocator waste and compiler buffers are not modelled.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,24 @@ from ..drafter.modeling_dflash import DFlashForSpeculation
 
 
 GIB = 2**30
+
+# FLOP/s of dense bf16 matrix products, from data sheets; the first name that a device's own begins with counts.
+_PEAK_TFLOPS = {
+    "NVIDIA B200": 2250,
+    "NVIDIA GH200": 989,
+    "NVIDIA H200 NVL": 835,
+    "NVIDIA H200": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H100": 989,
+    "NVIDIA H20": 148,
+    "NVIDIA A100": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L4": 121,
+    "NVIDIA GeForce RTX 4090": 165,
+}
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 # Logits that stand in memory at once, see `compute_dflash_loss` and `LanguageHead.predict`.
 _CHUNK_ELEMENTS = 1 << 28
@@ -27,6 +45,7 @@ class Sizes:
         drafter_parameters (`int`), trainable_parameters (`int`): all, and those that are optimized.
         context_parameters (`int`): of the drafter's matrices that read context positions (`fc`, keys, values).
         hidden_size, target_intermediate_size, intermediate_size, num_layers, num_features, vocab_size, block_size (`int`).
+        is_dense (`bool`): whether every token meets every parameter of the target (it has no experts).
     """
 
     target_parameters: int
@@ -42,34 +61,40 @@ class Sizes:
     num_features: int
     vocab_size: int
     block_size: int
+    is_dense: bool
 
 
-def measure_sizes(target_config, drafter_config, target_dtype: torch.dtype, trainable: int | None = None) -> Sizes:
+def measure_sizes(target_config, drafter_config, target_dtype: torch.dtype) -> Sizes:
     """Counts parameters on the meta device: nothing is read or allocated."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(target_config)
         drafter = DFlashForSpeculation(drafter_config)
+    return replace(sizes_of(target, drafter), target_bytes=target_dtype.itemsize)
+
+
+def sizes_of(target, drafter) -> Sizes:
+    """Counts the parameters of a target and a drafter (with or without an adapter)."""
+    target_config, drafter_config = target.config.get_text_config(decoder=True), drafter.config
     ends = [target.get_input_embeddings().weight, target.get_output_embeddings().weight]
     num_target = sum(parameter.numel() for parameter in target.parameters())
     context = [drafter.fc, *(m for layer in drafter.layers for m in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
-    num_drafter = sum(parameter.numel() for parameter in drafter.parameters())
-    text_config = target_config.get_text_config(decoder=True)
     return Sizes(
         target_parameters=num_target,
         target_body_parameters=num_target - sum(weight.numel() for weight in {id(w): w for w in ends}.values()),
-        target_bytes=target_dtype.itemsize,
-        drafter_parameters=num_drafter,
-        trainable_parameters=num_drafter if trainable is None else trainable,
+        target_bytes=ends[1].element_size(),
+        drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+        trainable_parameters=sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad),
         context_parameters=sum(module.weight.numel() for module in context),
         hidden_size=drafter_config.hidden_size,
-        target_intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * drafter_config.hidden_size,
+        target_intermediate_size=getattr(target_config, "intermediate_size", None) or 4 * drafter_config.hidden_size,
         intermediate_size=drafter_config.intermediate_size,
         num_layers=drafter_config.num_hidden_layers,
         num_features=len(drafter_config.target_layer_ids),
         vocab_size=drafter_config.vocab_size,
         block_size=drafter_config.block_size,
+        is_dense=not any(getattr(target_config, name, None) for name in _EXPERT_COUNTS),
     )
 
 
@@ -113,14 +138,22 @@ def drafter_memory(
     }
 
 
-def target_flops(sizes: Sizes, token_budget: int) -> float:
-    """Forward pass of the target over a micro-batch, matrices only."""
-    return 2.0 * sizes.target_body_parameters * token_budget
+def target_flops(sizes: Sizes, num_tokens: float, num_labels: float = 0) -> float:
+    """Forward pass of the target over so many tokens, and its head at so many positions; matrices only."""
+    return 2.0 * sizes.target_body_parameters * num_tokens + 2.0 * sizes.vocab_size * sizes.hidden_size * num_labels
 
 
-def drafter_flops(sizes: Sizes, token_budget: int, num_blocks: float) -> float:
-    """Forward and backward pass of the drafter over a micro-batch; the head needs no gradient of its own."""
+def drafter_flops(sizes: Sizes, num_tokens: float, num_blocks: float) -> float:
+    """Forward and backward pass of the drafter; the head needs no gradient of its own. Matrices only."""
     slots = num_blocks * sizes.block_size
     of_slot = sizes.drafter_parameters - sizes.num_features * sizes.hidden_size**2  # `fc` reads the context only
-    body = 6.0 * (of_slot * slots + sizes.context_parameters * token_budget)
+    body = 6.0 * (of_slot * slots + sizes.context_parameters * num_tokens)
     return body + 4.0 * sizes.vocab_size * sizes.hidden_size * num_blocks * (sizes.block_size - 1)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of a device's bf16 matrix products by its data sheet, `None` if it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * peak for known, peak in _PEAK_TFLOPS.items() if name.startswith(known)), None)

@@ -5,10 +5,10 @@
 Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B slots, N = R * A blocks, H hidden size.
 """
 
-import itertools
 import os
 import shutil
-from functools import cached_property, partial
+from collections import deque
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +17,19 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from .._compat import mark_loss_as_scaled, restore_onto_numbered_cpus
-from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader, collate_rows
+from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader
 from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
-from ..drafter.losses import compute_dflash_loss, position_weights
+from ..drafter.losses import compute_dflash_loss
 from ..drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
-from ..evaluation.acceptance import count_accepted, find_replies, walk_reply
+from ..evaluation.acceptance import count_accepted
 from ..hub.layouts import write_native_form
 from ..object_store import is_object_uri
-from ..target.frozen_target import FrozenTarget, TargetFeatures
+from ..target.frozen_target import FrozenTarget, TargetFeatures, upload
+from ..target.pipeline import FeaturePipeline, FeatureRequest, TargetForwardError
 from .adapters import add_adapter
 from .arguments import BEST_METRIC, DFlashTrainingArguments
-from .block_batch import BlockBatch, PackedDocuments, draw_blocks, lay_out_blocks
+from .block_batch import BlockBatch, draw_blocks
 from .callbacks import AcceptanceCallback, EpochCheckpointCallback
 from .checkpoint import (
     TRAINER_STATE,
@@ -38,6 +39,7 @@ from .checkpoint import (
     rotate_checkpoints,
 )
 from .checks import check_can_train, check_fit, check_supervision
+from .evaluation import HeldOutEvaluation
 from .host_group import HostGroup
 from .interruption import CatchUpCallback, StopCallback, StopSignals
 from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
@@ -46,10 +48,11 @@ from .plan import check_launch, place_targets_of_this_process
 from .publishing import HubPublishing
 from .resume_contract import check_contract, describe_run
 from .s3_checkpoints import S3Callback, fetch_checkpoint
+from .step_times import StepTimes, StepTimesCallback
 from .target_loading import load_targets
 
 
-class DFlashTrainer(HubPublishing, Trainer):
+class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
     """
     A [`~transformers.Trainer`] for DFlash drafters (arXiv 2602.06036).
 
@@ -134,6 +137,15 @@ class DFlashTrainer(HubPublishing, Trainer):
         self.target = self.targets[0].serve(args.device, feature_dtype)
         for one in self.targets[1:]:
             one.output_device, one.output_dtype = self.target.output_device, self.target.output_dtype
+        self.pipeline = FeaturePipeline(
+            self.targets,
+            depth=args.pipeline_depth,
+            asynchronous={"auto": None, "on": True, "off": False}[args.pipeline],
+        )
+        # Micro-batches that are drawn and not trained on yet, and where they come from.
+        self._drawn: deque[BlockBatch] = deque()
+        self._drawn_from = None
+        self._target_failure: TargetForwardError | None = None
 
         # 5. Metrics: sums since the last log, on the device, so that no step waits for them.
         self.uses_flex = args.attention_backend == "flex" or (
@@ -142,6 +154,8 @@ class DFlashTrainer(HubPublishing, Trainer):
         self._train_sums = self._new_sums()
         self._step_sums = self._new_sums()
         self._eval_sums = self._new_sums()
+        self._step_times = StepTimes(args, self.targets, self.model)
+        self.add_callback(StepTimesCallback(self._step_times))
         self.model.add_model_tags(self._tag_names)
 
         # 6. Stopping and saving
@@ -209,37 +223,63 @@ class DFlashTrainer(HubPublishing, Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Draws the blocks of all micro-batches of an optimizer step, and with them the denominator of its loss.
 
+        Micro-batches of the steps to come are drawn too, as many as the pipeline can hold, and handed to the targets.
         Between two steps is also where all ranks learn that one of them was asked to stop; then there is no next step.
         """
-        rows, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = [
-            draw_blocks(
-                micro_batch,
-                block_size=self.drafter_config.block_size,
-                mask_token_id=self.drafter_config.mask_token_id,
-                num_anchors=self.args.num_anchors,
-                anchor_ratio=self.args.anchor_ratio or None,
-                seed=self.args.seed,
-                epoch=self._train_sampler.epoch,
-                packed=self.uses_flex,
-            )
-            for micro_batch in rows
-        ]
+        if self.state.global_step >= self.state.max_steps:
+            # A finished run that is started again: `Trainer` would take one step more.
+            self.control.should_training_stop = True
+            return [], None
+        if self._drawn_from is not epoch_iterator:
+            if self._drawn or self.pipeline.num_waiting:
+                # The last epoch was left before its end.
+                self._drawn.clear()
+                self.pipeline.restart()
+            self._drawn_from = epoch_iterator
+        ahead = self.pipeline.capacity if self.pipeline.is_asynchronous else 0
+        remaining = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        num_missing = min(num_batches + ahead, max(num_batches, remaining)) - len(self._drawn)
+        rows, num_items = super().get_batch_samples(epoch_iterator, max(0, num_missing), device)
+        for micro_batch in rows:
+            batch = self.draw(micro_batch, self._train_sampler.epoch)
+            self.pipeline.submit(self.request_of(batch))
+            self._drawn.append(batch)
+        batches = [self._drawn.popleft() for _ in range(min(num_batches, len(self._drawn)))]
+
         share = sum(batch.denominator(self.args.loss_weighting, self.args.loss_gamma) for batch in batches)
         denominator, stop_wishes = self._host_group.sum(share, self._stop_signals.requested)
         if stop_wishes:
             self._stop_callback.stop(self.control)
             return [], num_items
-        if self.state.global_step >= self.state.max_steps:
-            # A finished run that is started again: `Trainer` would take one step more.
-            self.control.should_training_stop = True
-            return [], num_items
         # Filled in by a kernel: a copy from the host would make it wait for the device.
         self._step_denominator = torch.full((), denominator, dtype=torch.float64, device=self.args.device)
         # Whatever a stopped step has summed is forgotten, as its gradients are.
         self._step_sums = self._new_sums()
-        self._next_target = itertools.cycle(self.targets)
         return batches, num_items
+
+    def draw(self, rows: dict[str, torch.Tensor], epoch: int) -> BlockBatch:
+        """Draws the blocks of a micro-batch that [`collate_rows`] made, for training in that epoch."""
+        return draw_blocks(
+            rows,
+            block_size=self.drafter_config.block_size,
+            mask_token_id=self.drafter_config.mask_token_id,
+            num_anchors=self.args.num_anchors,
+            anchor_ratio=self.args.anchor_ratio or None,
+            seed=self.args.seed,
+            epoch=epoch,
+            packed=self.uses_flex,
+        )
+
+    def request_of(self, batch: BlockBatch) -> FeatureRequest:
+        """What the target shall read for a micro-batch."""
+        wants_labels = self.args.labels == "target" or self.args.loss_type != "ce"
+        return FeatureRequest(
+            batch.input_ids,
+            batch.lengths,
+            batch.label_positions if wants_labels else None,
+            return_label_hidden_states=self.args.loss_type != "ce",
+            row_ids=batch.row_ids.tolist(),
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -289,7 +329,7 @@ class DFlashTrainer(HubPublishing, Trainer):
         finite = torch.isfinite(context).all(dim=-1)
         if features.label_hidden_states is not None:
             # Layers behind the captured ones can overflow by themselves.
-            label_positions = batch.label_positions.to(context.device, non_blocking=True)
+            label_positions = upload(batch.label_positions, context.device)
             finite[label_positions] &= torch.isfinite(features.label_hidden_states).all(dim=-1)
         context = torch.where(finite[:, None], context, 0)[batch.context_index]
         row_documents = batch.document_ids.clamp(min=0)
@@ -313,11 +353,6 @@ class DFlashTrainer(HubPublishing, Trainer):
         ).last_hidden_state
         blocks = hidden_states.reshape(-1, batch.block_size, hidden_states.shape[-1])
         return blocks[:, 1:], kept_blocks
-
-    def _run_target(self, batch: BlockBatch, label_positions: torch.Tensor | None) -> TargetFeatures:
-        return next(self._next_target)(
-            batch.input_ids, batch.lengths, label_positions, return_label_hidden_states=self.args.loss_type != "ce"
-        )
 
     def _loss(self, batch: BlockBatch, features: TargetFeatures, hidden_states, kept_blocks, denominator, weighting):
         labels = batch.data_labels
@@ -343,8 +378,7 @@ class DFlashTrainer(HubPublishing, Trainer):
 
     def compute_loss(self, model, inputs: BlockBatch, return_outputs=False, num_items_in_batch=None):
         """This micro-batch's part of the loss of the optimizer step: parts add up over micro-batches and ranks."""
-        wants_labels = self.args.labels == "target" or self.args.loss_type != "ce"
-        features = self._run_target(inputs, inputs.label_positions if wants_labels else None)
+        features = self._take_features(inputs)
         hidden_states, kept_blocks = self.draft(model, inputs, features)
         loss, correct = self._loss(
             inputs, features, hidden_states, kept_blocks, self._step_denominator, self.args.loss_weighting
@@ -352,6 +386,29 @@ class DFlashTrainer(HubPublishing, Trainer):
         self._add_train_metrics(inputs, loss, correct, kept_blocks)
         # DDP takes the mean over ranks; the sum is wanted.
         return loss * self.args.world_size
+
+    def _take_features(self, batch: BlockBatch) -> TargetFeatures:
+        try:
+            features, times = self.pipeline.take()
+        except TargetForwardError as error:
+            if self.args.world_size == 1:
+                raise
+            # The others are on their way into a collective: this rank goes along without the micro-batch, and before the
+            # optimizer takes its step all of them stop.
+            self._target_failure = self._target_failure or error
+            return self._no_features(batch)
+        self._step_times.begin_micro_step(batch, times)
+        return features
+
+    def _no_features(self, batch: BlockBatch) -> TargetFeatures:
+        """Not finite, so no block is kept."""
+        where = {"device": self.target.output_device, "dtype": self.target.output_dtype}
+        tokens, labels, hidden_size = batch.num_tokens, len(batch.label_positions), self.drafter_config.hidden_size
+        return TargetFeatures(
+            torch.full((tokens, len(self.target.layer_ids) * hidden_size), torch.nan, **where),
+            torch.zeros(labels, dtype=torch.long, device=self.target.output_device),
+            torch.full((labels, hidden_size), torch.nan, **where),
+        )
 
     # ---- Metrics ----
 
@@ -370,11 +427,20 @@ class DFlashTrainer(HubPublishing, Trainer):
         sums["blocks"] += (valid & kept_blocks).sum()
         sums["skipped_blocks"] += (valid & ~kept_blocks).sum()
         sums["tokens"] += batch.num_tokens
+        sums["padded_tokens"] += batch.input_ids.numel()
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        # Only a whole optimizer step counts.
-        if self.accelerator.sync_gradients:
+        self.pipeline.release()
+        if not self.accelerator.sync_gradients:
+            self._step_times.end_micro_step()
+        else:
+            # Only a whole optimizer step counts.
+            (failures,) = self._host_group.sum(self._target_failure is not None)
+            if failures:
+                raise self._target_failure or TargetForwardError(
+                    "The target of another process failed: see its error."
+                )
             # Counted by one rank, so that the figure survives another number of processes.
             self._step_sums["steps"] += self.args.process_index == 0
             add_sums(self._train_sums, self._step_sums)
@@ -388,132 +454,18 @@ class DFlashTrainer(HubPublishing, Trainer):
         if self._stop_callback.is_stopping and "eval_runtime" in logs:
             return
         if "loss" in logs and "learning_rate" in logs:
-            sums = reduce_sums(self._train_sums, self.accelerator)
+            sums = reduce_sums(self._train_sums | self._step_times.collect(), self.accelerator)
             self._train_sums = self._new_sums()
             logs["loss"] = ratio(sums["loss"], sums["steps"])
             logs["accuracy"] = ratio(sums["correct"].sum(), sums["supervised"].sum())
             logs["anchor_acceptance_length"] = 1 + ratio(sums["accepted"], sums["blocks"])
             logs["blocks"] = int(sums["blocks"])
             logs["context_tokens"] = int(sums["tokens"])
+            logs["padding_waste"] = 1 - ratio(sums["tokens"], sums["padded_tokens"]) if sums["padded_tokens"] else 0.0
             if sums["skipped_blocks"] > 0:
                 logs["skipped_nonfinite_blocks"] = int(sums["skipped_blocks"])
+            logs |= self._step_times.figures(sums)
         super().log(logs, start_time)
-
-    # ---- Evaluation ----
-
-    def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
-    ):
-        """As in [`~transformers.Trainer`], with figures that are exact over batches and ranks (DESIGN 3.7)."""
-        self._eval_sums = self._new_sums()
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        # One rank's data may be slower than the time limit of device collectives.
-        self._host_group.wait()
-        sums = reduce_sums(self._eval_sums, self.accelerator)
-        metrics = {
-            "loss": ratio(sums["loss"], sums["weight"]),
-            "acceptance_length": ratio(sums["walk_tokens"], sums["walk_blocks"]),
-            "anchor_acceptance_length": 1 + ratio(sums["accepted"], sums["blocks"]),
-            "accuracy": ratio(sums["correct"].sum(), sums["supervised"].sum()),
-            "target_agreement": ratio(sums["agreeing"], sums["replied"]),
-        }
-        for slot, (correct, supervised) in enumerate(zip(sums["correct"], sums["supervised"], strict=True), start=1):
-            metrics[f"accuracy_slot_{slot}"] = ratio(correct, supervised)
-        if self._stop_callback.is_stopping:
-            # Cut short, so it says nothing; it is made up for when the run goes on.
-            metrics = dict.fromkeys(metrics, float("nan"))
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        return output
-
-    @torch.no_grad()
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Takes every position of every reply as an anchor, then walks the replies. Sums up; returns nothing."""
-        if self.is_in_train and self._host_group.sum(self._stop_signals.requested)[0]:
-            self._stop_callback.stop(self.control)
-            return None, None, None
-        self._evaluate_rows(model, inputs)
-        return None, None, None
-
-    @torch.no_grad()
-    def simulate_acceptance(self, sequence: torch.Tensor, reply_start: int) -> list[int]:
-        """Walks one reply with the drafter as it is now (DESIGN 3.7), apart from any evaluation.
-
-        Args:
-            sequence (`torch.Tensor` of shape `[L]`, int64): prompt and reply.
-            reply_start (`int`): where the reply begins.
-
-        Returns:
-            `list[int]`: tokens that each block brings, bonus token included.
-        """
-        loss_mask = torch.arange(len(sequence)) >= reply_start
-        rows = collate_rows([{"input_ids": sequence.cpu(), "loss_mask": loss_mask, "row_id": 0}])
-        kept, self._eval_sums = self._eval_sums, self._new_sums()
-        try:
-            return self._evaluate_rows(self.accelerator.unwrap_model(self.model), rows)
-        finally:
-            self._eval_sums = kept
-
-    def _evaluate_rows(self, model, inputs: dict[str, torch.Tensor]) -> list[int]:
-        """Sums up a micro-batch; returns the lengths of all walks."""
-        documents = PackedDocuments.from_rows(inputs)
-        label_positions, anchors = documents.label_positions(), documents.all_anchors()
-        lay_out = partial(
-            lay_out_blocks,
-            inputs,
-            documents,
-            block_size=self.drafter_config.block_size,
-            mask_token_id=self.drafter_config.mask_token_id,
-            packed=self.uses_flex,
-            label_positions=label_positions,
-        )
-        features = self.target(
-            inputs["input_ids"],
-            inputs["lengths"],
-            label_positions,
-            return_label_hidden_states=self.args.loss_type != "ce",
-        )
-        accepted: dict[int, int] = {}
-        for some_anchors in anchors.split(self.args.eval_blocks_per_pass):
-            batch = lay_out(some_anchors).to(self.args.device)
-            accepted |= self._evaluate_blocks(model, batch, features)
-
-        sums = self._eval_sums
-        walked: list[int] = []
-        for first, end in find_replies(documents.loss_mask.numpy(), documents.document_ids.numpy()):
-            lengths = walk_reply(first, end, accepted)
-            sums["walk_tokens"] += sum(lengths)
-            sums["walk_blocks"] += len(lengths)
-            walked += lengths
-        data_ids = documents.token_ids[label_positions + 1].to(self.args.device)
-        sums["agreeing"] += (features.label_ids == data_ids).sum()
-        sums["replied"] += len(label_positions)
-        return walked
-
-    def _evaluate_blocks(self, model, batch: BlockBatch, features: TargetFeatures) -> dict[int, int]:
-        """Sums loss and accuracy, and returns the accepted drafts of the block at each anchor's packed position."""
-        hidden_states, kept_blocks = self.draft(model, batch, features)
-        sums = self._eval_sums
-        # The decay weights make evaluations comparable, whatever the weighting of training.
-        weights = position_weights(
-            batch.block_size, self.args.loss_gamma, device=self.args.device, dtype=torch.float64
-        )
-        loss, correct = self._loss(batch, features, hidden_states, kept_blocks, 1.0, "decay")
-        counted = batch.supervised & kept_blocks[:, None]
-        sums["loss"] += loss
-        sums["weight"] += (counted.sum(0) * weights).sum()
-        sums["correct"] += (correct & counted).sum(0)
-        sums["supervised"] += counted.sum(0)
-
-        # Whatever the drafter was trained on, a draft is accepted iff it is the token that the reply really has.
-        predictions = torch.zeros_like(batch.data_labels.flatten())
-        slots = hidden_states.reshape(-1, hidden_states.shape[-1])[batch.slot_indices]
-        predictions[batch.slot_indices] = self.target.head.predict(slots)
-        right = (predictions.view_as(batch.data_labels) == batch.data_labels) & batch.supervised
-        accepted = count_accepted(right)
-        valid = batch.valid.flatten()
-        sums["accepted"] += (accepted * valid).sum()
-        sums["blocks"] += valid.sum()
-        return dict(zip(batch.anchor_positions[valid].tolist(), accepted[valid].tolist(), strict=True))
 
     # ---- Training, going on, stopping ----
 
@@ -527,6 +479,7 @@ class DFlashTrainer(HubPublishing, Trainer):
         Raises:
             `ValueError`: if the checkpoint is not whole or belongs to another run, naming both values.
             `KeyboardInterrupt`, `SystemExit`: after a signal, once the checkpoint is saved.
+            `TargetForwardError`: if a target failed, naming the rows, once the last whole step is saved.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = find_last_checkpoint(self.args.output_dir)
@@ -542,14 +495,24 @@ class DFlashTrainer(HubPublishing, Trainer):
             load_sums(self._train_sums, resume_from_checkpoint, self.args.process_index, self.args.world_size)
 
         self._stop_callback.is_stopping = False
-        with self._stop_signals:
-            output = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+        self._drawn, self._drawn_from, self._target_failure = deque(), None, None
+        with self._stop_signals, self.pipeline:
+            try:
+                output = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+            except TargetForwardError:
+                # The weights are those of the last whole step; what this one has accumulated is lost, as at a stop.
+                self._save_last_step(trial)
+                raise
             (stop_wishes,) = self._host_group.sum(self._stop_signals.requested)
-            if stop_wishes and self._saved_step != self.state.global_step:
-                self._save_checkpoint(self.model, trial)
+            if stop_wishes:
+                self._save_last_step(trial)
         if stop_wishes:
             self._stop_signals.leave()
         return output
+
+    def _save_last_step(self, trial) -> None:
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, trial)
 
     def _fetch_checkpoint(self, uri: str) -> str:
         """Downloaded once a machine."""
@@ -560,6 +523,10 @@ class DFlashTrainer(HubPublishing, Trainer):
     # ---- Saving ----
 
     def _save_checkpoint(self, model, trial) -> None:
+        with self._step_times.excluded():
+            self._save_step(model, trial)
+
+    def _save_step(self, model, trial) -> None:
         folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         if self._saved_step == self.state.global_step:
             # At the end of an epoch, behind the save of its last step: only a log or an evaluation can have come in between.
