@@ -50,12 +50,15 @@ class SpeculativeOutput(ModelOutput):
             Forward passes of the target, the one over the prompt included.
         num_drafter_passes (`int`):
             Forward passes of the drafter.
+        drafts (`list[list[list[int]]]`, *optional*):
+            For each prompt and verify pass the tokens that were proposed, `[]` for a tree.
     """
 
     sequences: torch.LongTensor | None = None
     acceptance_lengths: list[list[int]] | None = None
     num_target_passes: int | None = None
     num_drafter_passes: int | None = None
+    drafts: list[list[list[int]]] | None = None
 
 
 def speculative_generate(
@@ -206,6 +209,7 @@ class _Row:
     prompt_length: int
     generated: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -316,6 +320,7 @@ class _SpeculativeLoop:
             acceptance_lengths=[row.acceptance_lengths for row in self.rows],
             num_target_passes=self.num_target_passes,
             num_drafter_passes=self.num_drafter_passes,
+            drafts=[row.drafts for row in self.rows],
         )
 
     def _prefill(self, input_ids, prompt_mask, cache) -> torch.Tensor:
@@ -384,8 +389,6 @@ class _SpeculativeLoop:
                 slot_states = slot_states[:, : self.adaptive_block.choose()]
             drafts, draft_probabilities = self._propose(slot_states, anchors.device)
         num_drafts = drafts.shape[1]
-        if num_drafts:
-            self.target_cache.snapshot()
         logits = self._verify(
             torch.cat([anchors, drafts], dim=1),
             self.target_cache.attention_mask(num_drafts + 1, anchors.device),
@@ -394,7 +397,10 @@ class _SpeculativeLoop:
         scores = process_logits(logits.float(), self.logits_processor, self._prefixes(active, drafts))
         num_accepted, chosen = verify_drafts(scores, drafts, draft_probabilities, self.do_sample, self.generator)
         # The one place of a block where the host waits for the device.
-        num_accepted, *tokens = torch.cat([num_accepted[:, None], chosen], dim=1).T.tolist()
+        num_accepted, *tokens = torch.cat([num_accepted[:, None], chosen, drafts], dim=1).T.tolist()
+        tokens, proposed = tokens[: chosen.shape[1]], tokens[chosen.shape[1] :]
+        for place, i in enumerate(active):
+            self.rows[i].drafts.append([column[place] for column in proposed])
         fresh = [count + 1 for count in num_accepted]
         self.target_cache.keep(num_drafts + 1, fresh)
         if self.adaptive_block is not None:
@@ -423,6 +429,7 @@ class _SpeculativeLoop:
         chosen = choose_tokens(scores, self.do_sample, self.generator)
         tokens = chosen[0].tolist()
         path = tree.follow(tokens)
+        self.rows[active[0]].drafts.append([])
         self.target_cache.keep_path(len(tokens), path)
         features = self.capture.take()
         features = features[:, upload(path, features.device)]

@@ -409,3 +409,20 @@ def test_beams_are_refused():
     target = target_of("qwen3")
     with pytest.raises(ValueError, match="`num_beams` must be 1"):
         speculative_generate(target, make_drafter(target), draw_prompt(4, 0), max_new_tokens=5, num_beams=2)
+
+
+def test_drafts_of_a_block_are_its_emitted_tokens_as_far_as_they_were_accepted(tiny_qwen3):
+    prompt = torch.arange(6, 11)[None]
+    sequence = tiny_qwen3.generate(prompt, max_new_tokens=20, eos_token_id=NEVER, do_sample=False)[0].tolist()
+    right = iter([2, 0, 4, 1] * 20)
+    oracle = make_oracle(tiny_qwen3).plan([sequence], lambda: next(right))
+    out = speculative_generate(tiny_qwen3, oracle, prompt, max_new_tokens=20, eos_token_id=NEVER)
+    assert out.sequences[0].tolist() == sequence
+    # The first token comes from the pass over the prompt.
+    place, accepted = 6, []
+    for length, drafts in zip(out.acceptance_lengths[0], out.drafts[0], strict=True):
+        emitted = sequence[place : place + length]
+        assert drafts[: length - 1] == emitted[:-1]
+        accepted.append(sum(draft == token for draft, token in zip(drafts, emitted, strict=False)))
+        place += length
+    assert accepted[:6] == [2, 0, 4, 1, 2, 0]
