@@ -3,9 +3,8 @@
 """Roll-back of a cache to the last accepted token, row by row.
 
 Verifying a block writes all its tokens into the target's cache; the rejected ones must leave no trace. Attention layers
-forget keys from the end. Recurrent layers (gated delta net) cannot: their states are copied before the block and, after a
-rejection, restored and advanced over the accepted tokens. Only the recurrent mixers run again, on the inputs that they had
-in the verify pass: these depend on earlier tokens alone, so they are right for every accepted one.
+forget keys from the end. Recurrent layers (gated delta net) cannot: [`DeltaNetBlock`] reads the block in their place and
+makes the state after the accepted tokens.
 
 Rows of a batch accept different numbers of tokens. They stay aligned on the right, with padding on the left, because
 recurrent layers and sliding windows read positions off the order of keys.
@@ -22,10 +21,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-
-# Recurrent mixers that continue from a cached state over several tokens at once, as verifying needs. Others start anew
-# when they see more than one token, or have no torch form to test against.
-_REPLAYABLE_MIXERS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")
+from .delta_net_block import KNOWN_MIXERS, DeltaNetBlock
 
 
 class RollbackCache:
@@ -45,45 +41,30 @@ class RollbackCache:
         self.cache = cache
         self.row_lengths = list(row_lengths)
         self.attention_layers, self.recurrent_layers = _sort_layers(cache, len(row_lengths))
-        self._mixers = _find_mixers(model, self.recurrent_layers) if self.recurrent_layers else {}
-        self._mixer_inputs: dict[int, tuple] = {}
-        self._snapshot: dict[int, tuple] = {}
-        self._handles: list = []
+        self._blocks = [DeltaNetBlock(mixer, cache) for mixer in _find_mixers(model, self.recurrent_layers)]
+        self._is_recording = False
 
     def record(self) -> None:
-        """From now on every forward is followed by [`keep`]: windows hold what a roll-back may need.
+        """From now on every forward is followed by [`keep`]: layers hold what a roll-back may need.
 
-        Called after the prompt, which would otherwise be stored whole in every sliding layer.
+        Called after the prompt, which would otherwise be stored whole in every sliding layer and is too long to be a block.
         """
         for layer in self.attention_layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()
+        for block in self._blocks:
+            block.install()
+        self._is_recording = True
 
     def __enter__(self) -> "RollbackCache":
-        """Watches what the recurrent mixers are given. Once for a whole generation: compiled code would be compiled anew if
-        hooks came and went."""
-        for index, mixer in self._mixers.items():
-            self._handles.append(mixer.register_forward_pre_hook(self._make_hook(index), with_kwargs=True))
+        """The model is as it was after leaving."""
         return self
 
     def __exit__(self, *exception) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._mixer_inputs.clear()
-
-    def _make_hook(self, index: int):
-        def hook(module, arguments, keywords):
-            self._mixer_inputs[index] = (arguments, keywords)
-
-        return hook
-
-    def snapshot(self) -> None:
-        """Copies the recurrent states, so that [`keep`] can go back to them."""
-        self._snapshot = {
-            index: (_clone(layer.conv_states), _clone(layer.recurrent_states))
-            for index, layer in self.recurrent_layers.items()
-        }
+        if self._is_recording:
+            for block in self._blocks:
+                block.remove()
+            self._is_recording = False
 
     def keep(self, num_new: int, kept: list[int], num_behind: int = 0) -> None:
         """
@@ -95,7 +76,10 @@ class RollbackCache:
             num_behind (`int`, *optional*, defaults to 0): further tokens behind them that every row forgets (a drafter's
                 slots behind its context).
         """
-        self._restore_recurrent_layers(num_new, kept)
+        if self._blocks:
+            places = upload(kept, self._blocks[0].layer.device)
+            for block in self._blocks:
+                block.keep(places)
         self.row_lengths = [length + count for length, count in zip(self.row_lengths, kept, strict=True)]
         if len(kept) == 1:
             for layer in self.attention_layers:
@@ -130,37 +114,6 @@ class RollbackCache:
                     f"Tree verification needs full attention in every layer of the target; layer {index} of its cache is a "
                     f"{type(layer).__name__}. Leave `tree_budget` out."
                 )
-
-    def _restore_recurrent_layers(self, num_new: int, kept: list[int]) -> None:
-        # Rows that keep everything have the right state already.
-        groups = {count: [r for r, c in enumerate(kept) if c == count] for count in set(kept) if count < num_new}
-        for index, layer in self.recurrent_layers.items():
-            inputs = self._mixer_inputs.pop(index)
-            for count, rows in groups.items():
-                self._replay(index, layer, inputs, count, rows if len(rows) < len(kept) else None)
-        self._snapshot.clear()
-        self._mixer_inputs.clear()
-
-    def _replay(
-        self, index: int, layer: LinearAttentionLayer, inputs: tuple, count: int, rows: list[int] | None
-    ) -> None:
-        arguments, keywords = inputs
-        held = (layer.conv_states, layer.recurrent_states)
-        picked = tuple(_pick(states, rows) for states in self._snapshot[index])
-        layer.conv_states, layer.recurrent_states = picked
-        # The mixer finds its states through the cache, so it works on the picked rows without knowing.
-        self._mixers[index](
-            *(_cut(argument, count, rows) for argument in arguments),
-            **{name: _cut(value, count, rows) for name, value in keywords.items()},
-        )
-        # Copied and not assigned: compiled code and CUDA graphs hold on to the addresses.
-        for states, replayed in zip(held, picked, strict=True):
-            for key, state in states.items():
-                if state is not None and rows is None:
-                    state.copy_(replayed[key])
-                elif state is not None:
-                    state[upload(rows, state.device)] = replayed[key]
-        layer.conv_states, layer.recurrent_states = held
 
     def select_rows(self, rows: list[int]) -> None:
         """Drops every row of the batch but these, and the padding that none of them needs."""
@@ -210,36 +163,19 @@ def _sort_layers(cache: Cache, num_rows: int) -> tuple[list[DynamicLayer], dict[
     return attention_layers, recurrent_layers
 
 
-def _find_mixers(model, recurrent_layers: dict[int, LinearAttentionLayer]) -> dict[int, torch.nn.Module]:
-    mixers = {}
+def _find_mixers(model, recurrent_layers: dict[int, LinearAttentionLayer]) -> list[torch.nn.Module]:
+    mixers = []
     for index in recurrent_layers:
         layer = model.get_decoder().layers[index]
-        named = [m for m in layer.children() if type(m).__name__ in _REPLAYABLE_MIXERS]
+        named = [m for m in layer.children() if type(m).__name__ in KNOWN_MIXERS]
         if len(named) != 1:
             kinds = [type(m).__name__ for m in layer.children() if hasattr(m, "layer_idx")] or [type(layer).__name__]
             raise ValueError(
                 f"Layer {index} of {type(model).__name__} ({', '.join(kinds)}) keeps a recurrent state that is not known to "
-                f"continue over several tokens. Known ones: {', '.join(_REPLAYABLE_MIXERS)}."
+                f"continue over several tokens. Known ones: {', '.join(KNOWN_MIXERS)}."
             )
-        mixers[index] = named[0]
+        mixers.append(named[0])
     return mixers
-
-
-def _clone(states: dict) -> dict:
-    return {key: None if state is None else state.clone() for key, state in states.items()}
-
-
-def _pick(states: dict, rows: list[int] | None) -> dict:
-    if rows is None:
-        return states
-    return {key: None if state is None else state[upload(rows, state.device)] for key, state in states.items()}
-
-
-def _cut(value, count: int, rows: list[int] | None):
-    """The first `count` tokens of the chosen rows of a mixer's `[B, length, ...]` argument."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value[:, :count] if rows is None else value[upload(rows, value.device), :count]
 
 
 def _align_right(layer: DynamicLayer, surplus: torch.Tensor, length: int) -> None:

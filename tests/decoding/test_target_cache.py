@@ -40,7 +40,6 @@ def test_rows_keep_what_each_of_them_accepted_and_nothing_else(kind):
         cache.record()
         for kept in ([5, 2, 1], [1, 5, 4], [5, 5, 5], [2, 2, 2]):
             block = torch.randint(3, 95, (3, 5))
-            cache.snapshot()
             logits = forward(target, cache, block)
             cache.keep(5, kept)
             for row in range(3):
@@ -67,7 +66,6 @@ def test_recurrent_states_are_those_of_the_accepted_tokens_alone():
     with cache:
         target(tokens[:, :6], past_key_values=cache.cache, use_cache=True)
         cache.record()
-        cache.snapshot()
         forward(target, cache, tokens[:, 6:])
         cache.keep(6, [2])
     fresh = DynamicCache(config=target.config)
