@@ -1,27 +1,32 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""One drafter step (forward and backward, no optimizer) at the shapes of Qwen3.6-27B: ours against speculators 0.9.0.
+"""One drafter step (forward and backward, no optimizer) at the shapes of Qwen3.6-27B: ours against speculators 0.9.0 and
+NVIDIA Model-Optimizer.
 
     python benchmarks/train_step.py --output benchmarks/results/train_step.json      # one GPU of 80 GB or more
-    python benchmarks/train_step.py --tiny                                            # any CPU, seconds
+    python benchmarks/train_step.py --tiny                                            # any CPU
 
-Both sides get the same shapes on the same device in one run: one document of 4,096 supervised tokens, 512 anchors x 16
-slots, bf16 parameters and gradients, random weights and features. Decoder layers are compiled one by one on both sides (a
-whole-model compile did not finish in five minutes there, nor did the peer's own compiled mask: its mask is built
-uncompiled, and its time is reported apart). The peer's step includes the target's logits at every slot, which it makes
-inside the step; ours takes label ids, which the frozen target makes where it lives.
+All sides get the same shapes on the same device in one run: one document of 4,096 supervised tokens, 512 anchors x 16
+slots, random weights and features. Two precisions: parameters and gradients in bf16, and what training really uses, fp32
+parameters and gradients under bf16 autocast (frozen embeddings and heads stay in bf16 on all sides).
+
+Decoder layers are compiled one by one on all sides: whole-model compilation of speculators, its default, did not finish in
+five minutes on an H200, nor did its own compiled mask, which is therefore built uncompiled; a step without masks is compared
+too. speculators makes the target's logits at every slot inside its step. Our labels are token ids, made once per position
+where the target lives; the time for that is measured too (`labels`) and added where it says "with labels". Model-Optimizer
+is measured with cross-entropy on the data's tokens, its cheapest loss, which needs no labels of a target.
 """
 
 import argparse
-import json
+import contextlib
 import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
+from measuring import Report, milliseconds, peak_gib, synchronize
 
-from hf_dflash.drafter.blocks import create_flex_mask
+from hf_dflash.drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
 from hf_dflash.drafter.losses import compute_dflash_loss
 from hf_dflash.drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
@@ -50,14 +55,17 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "num_hidden_layers": 2,
+    "target_layer_ids": [1, 61],
     "mask_token_id": 500,
 }
+GAMMA = 7.0
 
 
 class Inputs:
     def __init__(self, config: DFlashConfig, context_length: int, num_anchors: int, device, dtype):
         torch.manual_seed(0)
         where = {"device": device, "dtype": dtype}
+        self.config, self.device, self.dtype = config, device, dtype
         self.context_length, self.num_anchors, self.block_size = context_length, num_anchors, config.block_size
         self.features = torch.randn(1, context_length, len(config.target_layer_ids) * config.hidden_size, **where)
         self.last_hidden_states = torch.randn(1, context_length, config.hidden_size, **where)
@@ -67,18 +75,22 @@ class Inputs:
         self.document_ids = torch.zeros(1, context_length, dtype=torch.long, device=device)
         last = context_length - config.block_size - 1
         self.anchors = torch.randperm(last, device=device)[:num_anchors].sort().values
+        self.valid = torch.ones_like(self.anchors, dtype=torch.bool)
         self.labels = torch.randint(0, config.vocab_size, (num_anchors, config.block_size - 1), device=device)
+        predicted_from = self.anchors[:, None] + torch.arange(config.block_size - 1, device=device)
+        self.label_positions = predicted_from.unique()
+        self.supervised = torch.ones_like(self.labels, dtype=torch.bool)
+        self.slot_indices = torch.arange(self.labels.numel(), device=device)
 
 
 class Ours:
-    name = "hf_dflash"
-
-    def __init__(self, config: DFlashConfig, inputs: Inputs, device, dtype, compile_layers: bool):
-        self.inputs = inputs
-        self.model = DFlashForSpeculation(config).to(device, dtype).train()
-        if compile_layers:
-            for layer in self.model.layers:
-                layer.compile()
+    def __init__(self, inputs: Inputs, parameter_dtype, dynamic: bool = True):
+        config, device = inputs.config, inputs.device
+        self.inputs, self.is_cuda = inputs, device.type == "cuda"
+        with torch.device(device):
+            self.model = DFlashForSpeculation(config).to(parameter_dtype).train()
+        if self.is_cuda:
+            self.model.compile_layers(dynamic=dynamic)
         self.head = LanguageHead(inputs.head_weight)
         slots = torch.full((inputs.num_anchors, config.block_size), config.mask_token_id, device=device)
         slots[:, 0] = inputs.input_ids[0, inputs.anchors]
@@ -86,18 +98,17 @@ class Ours:
         offsets = torch.arange(config.block_size, device=device)
         context_positions = torch.arange(inputs.context_length, device=device)
         self.position_ids = torch.cat([context_positions, (inputs.anchors[:, None] + offsets).flatten()])[None]
-        self.supervised = torch.ones_like(inputs.labels, dtype=torch.bool)
-        self.slot_indices = torch.arange(inputs.labels.numel(), device=device)
 
     def make_mask(self):
-        inputs = self.inputs
-        valid = torch.ones_like(inputs.anchors, dtype=torch.bool)
-        return create_training_masks(
-            self.model,
-            lambda **kinds: create_flex_mask(
-                inputs.document_ids[0], inputs.anchors, valid, inputs.block_size, **kinds
-            ),
-        )
+        blocks = (self.inputs.document_ids, self.inputs.anchors[None], self.inputs.valid[None], self.inputs.block_size)
+
+        def create(**kinds):
+            if self.is_cuda:
+                return create_flex_mask(*blocks, **kinds)
+            mask_mod, q_len, kv_len = create_anchor_block_mask_mod(*blocks, **kinds)
+            return create_dense_mask(mask_mod, 1, q_len, kv_len, self.inputs.device)
+
+        return create_training_masks(self.model, create)
 
     def forward(self, mask):
         noise = torch.nn.functional.embedding(self.slot_ids, self.inputs.embedding)
@@ -105,15 +116,20 @@ class Ours:
         return states.view(self.inputs.num_anchors, self.inputs.block_size, -1)[:, 1:]
 
     def loss(self, states):
-        return compute_dflash_loss(
-            states, self.head, self.inputs.labels, self.supervised, gamma=7.0, slot_indices=self.slot_indices
-        )[0]
+        inputs = self.inputs
+        with torch.autocast(inputs.device.type, enabled=False):
+            return compute_dflash_loss(
+                states,
+                self.head,
+                inputs.labels,
+                inputs.supervised,
+                gamma=GAMMA,
+                slot_indices=inputs.slot_indices,
+            )[0]
 
 
 class Speculators:
-    name = "speculators 0.9.0"
-
-    def __init__(self, config: DFlashConfig, inputs: Inputs, device, dtype, compile_layers: bool):
+    def __init__(self, inputs: Inputs, parameter_dtype):
         from speculators.config import SpeculatorsConfig, VerifierConfig
         from speculators.losses import resolve_loss_config
         from speculators.models.dflash import core
@@ -123,9 +139,11 @@ class Speculators:
         from torch.nn.attention.flex_attention import create_block_mask
         from transformers import Qwen3Config
 
+        config, device = inputs.config, inputs.device
+        is_cuda = device.type == "cuda"
         shared = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
         layers = Qwen3Config(**{name: getattr(config, name) for name in shared.split()})
-        layers._attn_implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
+        layers._attn_implementation = "simple_flex_attention" if is_cuda else "eager"
         peer_config = DFlashSpeculatorConfig(
             transformer_layer_config=layers,
             draft_vocab_size=config.vocab_size,
@@ -140,9 +158,11 @@ class Speculators:
             ),
         )
         self.inputs, self.compute_metrics = inputs, compute_metrics
-        self.loss_config = resolve_loss_config("ce", "fused" if device.type == "cuda" else "eager")
+        self.loss_config = resolve_loss_config("ce", "fused" if is_cuda else "eager")
         with torch.device(device):
-            self.model = core.DFlashDraftModel(peer_config).to(dtype).train()
+            self.model = core.DFlashDraftModel(peer_config).to(parameter_dtype).train()
+        for name in ("embed_tokens", "lm_head", "verifier_lm_head"):
+            getattr(self.model, name).to(inputs.dtype)
         self.model.load_state_dict(
             {
                 "embed_tokens.weight": inputs.embedding,
@@ -152,12 +172,11 @@ class Speculators:
             },
             strict=False,
         )
-        if compile_layers:
+        if is_cuda:
             self.model._create_mask_fn = create_block_mask
             for layer in self.model.layers:
                 layer.compile()
-        valid = torch.ones_like(inputs.anchors, dtype=torch.bool)
-        core.select_anchors = lambda *args, **kwargs: (inputs.anchors, valid)
+        core.select_anchors = lambda *args, **kwargs: (inputs.anchors, inputs.valid)
         self.loss_mask = torch.ones_like(inputs.input_ids)
         self._build_mask = self.model._build_attention_mask
 
@@ -180,41 +199,183 @@ class Speculators:
     def loss(self, outputs):
         _, logits, targets, aligned, _ = outputs
         return self.compute_metrics(
-            logits, targets, aligned, self.inputs.block_size, gamma=7.0, loss_config=self.loss_config
+            logits, targets, aligned, self.inputs.block_size, gamma=GAMMA, loss_config=self.loss_config
         )[0]
 
 
-def measure(side, repeats: int, device) -> dict:
-    """Milliseconds of each part, medians over `repeats`, and the peak memory of a step."""
+class ModelOptimizer:
+    def __init__(self, inputs: Inputs, parameter_dtype):
+        import modelopt.torch.speculative as mtsp
+        from modelopt.torch.speculative.plugins.modeling_fakebase import FakeBaseConfig, FakeBaseModel
 
-    def synchronize():
+        config, device = inputs.config, inputs.device
+        shared = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
+        base_config = FakeBaseConfig(
+            num_hidden_layers=config.num_target_layers,
+            max_position_embeddings=32768,
+            rope_theta=config.rope_parameters["rope_theta"],
+            dtype=inputs.dtype,
+            **{name: getattr(config, name) for name in shared},
+        )
+        with torch.device(device):
+            model = FakeBaseModel(base_config)
+        architecture = {
+            "num_hidden_layers": config.num_hidden_layers,
+            "head_dim": config.head_dim,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "intermediate_size": config.intermediate_size,
+            "target_layer_ids": config.target_layer_ids,
+        }
+        options = {
+            "dflash_offline": True,
+            "dflash_block_size": config.block_size,
+            "dflash_num_anchors": inputs.num_anchors,
+            "dflash_mask_token_id": config.mask_token_id,
+            "dflash_self_logit_distillation": False,
+            "dflash_loss_objective": "decay",
+            "dflash_loss_decay_factor": GAMMA,
+            "dflash_architecture_config": architecture,
+        }
+        whole = mtsp.convert(model, [("dflash", options)])
+        whole._base_model_embeddings.weight.data.copy_(inputs.embedding)
+        whole._base_model_lm_head.weight.data.copy_(inputs.head_weight)
+        self.inputs, self.whole = inputs, whole
+        self.model = whole.dflash_module.to(device, parameter_dtype).train()
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            for layer in self.model.layers:
+                layer.compile()
+        self.loss_mask = torch.ones_like(inputs.input_ids, dtype=torch.float32)
 
-    parts = {"mask": [], "forward": [], "loss": [], "backward": [], "step": []}
-    synchronize()
-    start = time.perf_counter()
-    for repeat in range(repeats + 3):
-        if repeat == 3:
-            warm_up = time.perf_counter() - start
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-        times = [time.perf_counter()]
-        value = None
-        for part in (side.make_mask, side.forward, side.loss, torch.Tensor.backward):
-            value = part() if value is None else part(value)
-            synchronize()
-            times.append(time.perf_counter())
+    def make_mask(self):
+        inputs = self.inputs
+        return self.whole._build_draft_attention_mask(
+            inputs.context_length,
+            inputs.anchors[None],
+            inputs.valid[None],
+            inputs.num_anchors,
+            inputs.dtype,
+            inputs.device,
+        )
+
+    def forward(self, mask):
+        inputs, anchors = self.inputs, self.inputs.anchors[None]
+        hidden = self.model(
+            noise_embedding=self.whole._build_noise_embedding(
+                inputs.input_ids, anchors, inputs.valid[None], inputs.num_anchors
+            ),
+            target_hidden=inputs.features,
+            position_ids=self.whole._build_position_ids(inputs.context_length, anchors, inputs.device),
+            attention_mask=mask,
+        )
+        return self.whole._base_model_lm_head(hidden.to(inputs.dtype))
+
+    def loss(self, logits):
+        inputs = self.inputs
+        return self.whole._compute_loss(
+            logits, inputs.input_ids, inputs.anchors[None], inputs.valid[None], self.loss_mask
+        )[0]
+
+
+def measure_step(make_side, repeats: int, device) -> dict:
+    """A whole step without waits in between, its parts with waits, and the peak memory."""
+    side = make_side()
+    uses_autocast = device.type == "cuda" and next(side.model.parameters()).dtype == torch.float32
+
+    def autocast():
+        return torch.autocast("cuda", torch.bfloat16) if uses_autocast else contextlib.nullcontext()
+
+    def step():
+        with autocast():
+            loss = side.loss(side.forward(side.make_mask()))
+        loss.backward()
         side.model.zero_grad(set_to_none=True)
-        if repeat >= 3:
-            for name, begin, end in zip(parts, times, times[1:], strict=False):
-                parts[name].append((end - begin) * 1e3)
-            parts["step"].append((times[-1] - times[0]) * 1e3)
-    result = {f"{name}_ms": sorted(values)[len(values) // 2] for name, values in parts.items()}
-    result["warm_up_s"] = warm_up
-    if device.type == "cuda":
-        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return result
+
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(3):
+        step()
+    synchronize(device)
+    result = {"warm_up_s": time.perf_counter() - start}
+    result["peak_gib"] = peak_gib(step, device)
+    result["step_ms"] = milliseconds(step, repeats, device)
+
+    parts = {"mask": [], "forward": [], "loss": [], "backward": []}
+    for _ in range(3):
+        value = None
+        for name, part in zip(parts, (side.make_mask, side.forward, side.loss, torch.Tensor.backward), strict=True):
+            synchronize(device)
+            begin = time.perf_counter()
+            with autocast() if name != "backward" else contextlib.nullcontext():
+                value = part() if value is None else part(value)
+            synchronize(device)
+            parts[name].append((time.perf_counter() - begin) * 1e3)
+        side.model.zero_grad(set_to_none=True)
+    return result | {f"{name}_ms": min(values) for name, values in parts.items()}
+
+
+def measure_loss(inputs: Inputs, implementation: str, max_elements: int, repeats: int) -> dict:
+    """The loss and its gradient by the hidden states alone."""
+    shape = (*inputs.labels.shape, inputs.config.hidden_size)
+    states = torch.randn(shape, device=inputs.device, dtype=inputs.dtype, requires_grad=True)
+    head = LanguageHead(inputs.head_weight)
+
+    def run():
+        loss, _ = compute_dflash_loss(
+            states,
+            head,
+            inputs.labels,
+            inputs.supervised,
+            gamma=GAMMA,
+            slot_indices=inputs.slot_indices,
+            implementation=implementation,
+            max_elements=max_elements,
+        )
+        loss.backward()
+        states.grad = None
+
+    for _ in range(2):
+        run()
+    return {"ms": milliseconds(run, repeats, inputs.device), "peak_gib": peak_gib(run, inputs.device)}
+
+
+def measure_matrix_rate(inputs: Inputs, repeats: int) -> dict:
+    """The two products of the loss, all rows at once: what no kernel around them can beat."""
+    rows = inputs.labels.numel()
+    states = torch.randn(rows, inputs.config.hidden_size, device=inputs.device, dtype=inputs.dtype)
+
+    def run():
+        return (states @ inputs.head_weight.t()) @ inputs.head_weight
+
+    run()
+    elapsed = milliseconds(run, repeats, inputs.device)
+    return {"ms": elapsed, "tflops": 4e-9 * rows * inputs.head_weight.numel() / elapsed}
+
+
+def measure_labels(inputs: Inputs, repeats: int) -> dict:
+    """The target's predictions, once per position that has a label."""
+    head = LanguageHead(inputs.head_weight)
+
+    def run():
+        return head.predict(inputs.last_hidden_states[0].index_select(0, inputs.label_positions))
+
+    run()
+    return {
+        "ms": milliseconds(run, repeats, inputs.device),
+        "peak_gib": peak_gib(run, inputs.device),
+        "positions": inputs.label_positions.numel(),
+    }
+
+
+def measure_optimizer(inputs: Inputs, repeats: int) -> dict:
+    """Fused AdamW over fp32 masters."""
+    with torch.device(inputs.device):
+        model = DFlashForSpeculation(inputs.config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=inputs.device.type == "cuda")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {"ms": milliseconds(optimizer.step, repeats, inputs.device)}
 
 
 def main() -> int:
@@ -223,63 +384,68 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512)
+    parser.add_argument("--stages", nargs="*", default=["loss", "ours", "peers", "static"])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
     config = DFlashConfig(**(TINY if args.tiny else QWEN36))
     if args.tiny:
         args.context, args.anchors, args.repeats = 256, 8, 2
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    is_cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    report = Report(
+        args.output,
+        device,
+        context=args.context,
+        anchors=args.anchors,
+        block_size=config.block_size,
+        shapes=TINY if args.tiny else QWEN36,
+    )
     inputs = Inputs(config, args.context, args.anchors, device, dtype)
 
-    results = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "context": args.context,
-        "anchors": args.anchors,
-        "block_size": config.block_size,
-        "dtype": str(dtype),
-    }
-    for side_type in (Ours, Speculators):
-        if side_type is Ours and device.type == "cpu":
-            # Flex attention has no backward pass on a CPU.
-            side_type = DenseOurs
-        try:
-            side = side_type(config, inputs, device, dtype, compile_layers=device.type == "cuda")
-        except ImportError as error:
-            print(f"{side_type.name}: not measured ({error})", file=sys.stderr)
-            continue
-        results[side_type.name] = measure(side, args.repeats, device)
-        print(side_type.name, {k: round(v, 2) for k, v in results[side_type.name].items()}, flush=True)
-        del side
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    ours, theirs = results[Ours.name], results.get(Speculators.name)
-    if theirs:
-        results["ratio"] = theirs["step_ms"] / ours["step_ms"]
-        results["ratio_without_masks"] = (theirs["step_ms"] - theirs["mask_ms"]) / (ours["step_ms"] - ours["mask_ms"])
-        print(f"speculators / hf_dflash: {results['ratio']:.2f} (without masks {results['ratio_without_masks']:.2f})")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(results, indent=2) + "\n")
-    return 0
-
-
-class DenseOurs(Ours):
-    def make_mask(self):
-        from hf_dflash.drafter.blocks import create_anchor_block_mask_mod, create_dense_mask
-
-        inputs = self.inputs
-        valid = torch.ones_like(inputs.anchors, dtype=torch.bool)
-
-        def create(**kinds):
-            mask_mod, q_len, kv_len = create_anchor_block_mask_mod(
-                inputs.document_ids, inputs.anchors, valid, inputs.block_size, **kinds
+    labels = report.run("labels", lambda: measure_labels(inputs, args.repeats))
+    if "loss" in args.stages:
+        report.run("loss, its two products alone", lambda: measure_matrix_rate(inputs, args.repeats))
+        variants = [("eager", 28), ("compiled", 28), ("compiled", 29), ("compiled", 30)]
+        variants += [("triton", power) for power in (28, 29, 30, 31)]
+        for implementation, power in variants if is_cuda else [("eager", 28)]:
+            report.run(
+                f"loss, {implementation}, 2^{power} logits at once",
+                lambda i=implementation, p=power: measure_loss(inputs, i, 1 << p, args.repeats),
             )
-            return create_dense_mask(mask_mod, 1, q_len, kv_len, inputs.anchors.device)
 
-        return create_training_masks(self.model, create)
+    sides = {"hf_dflash": Ours, "speculators": Speculators, "Model-Optimizer": ModelOptimizer}
+    precisions = {"bf16 parameters": torch.bfloat16, "fp32 parameters, bf16 autocast": torch.float32}
+    if not is_cuda:
+        precisions = {"fp32": torch.float32}
+    steps = {}
+    for name, side in sides.items():
+        for precision, parameter_dtype in precisions.items():
+            if ("ours" if side is Ours else "peers") in args.stages:
+                steps[name, precision] = report.run(
+                    f"{name}, {precision}",
+                    lambda s=side, p=parameter_dtype: measure_step(lambda: s(inputs, p), args.repeats, device),
+                )
+    if "static" in args.stages and is_cuda:
+        report.run(
+            "hf_dflash, bf16 parameters, fixed shapes",
+            lambda: measure_step(lambda: Ours(inputs, torch.bfloat16, dynamic=False), args.repeats, device),
+        )
+    if "ours" in args.stages:
+        report.run("AdamW", lambda: measure_optimizer(inputs, args.repeats))
+
+    for precision in precisions:
+        ours, theirs = steps.get(("hf_dflash", precision)), steps.get(("speculators", precision))
+        if ours and theirs and labels:
+            name = f"speculators / hf_dflash, {precision}"
+            report.ratio(f"{name}, labels on the target's device", theirs["step_ms"], ours["step_ms"])
+            report.ratio(f"{name}, with labels", theirs["step_ms"], ours["step_ms"] + labels["ms"])
+            without = theirs["step_ms"] - theirs["mask_ms"]
+            report.ratio(f"{name}, with labels, without their masks", without, ours["step_ms"] + labels["ms"])
+        theirs = steps.get(("Model-Optimizer", precision))
+        if ours and theirs:
+            report.ratio(f"Model-Optimizer / hf_dflash, {precision}", theirs["step_ms"], ours["step_ms"])
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .compiled_layers import compile_decoder
+from .fp8 import quantize_to_fp8
 from .hook_capture import HookCapture
 from .language_head import LanguageHead
 
@@ -99,6 +101,22 @@ class FrozenTarget:
         self.embedding = embedding
         return self
 
+    def compile_layers(self, dynamic: bool = True, backend: str = "inductor") -> "FrozenTarget":
+        """Compiles norms, MLPs and chains of element-wise operations layer by layer, see [`compile_decoder`]. Decoding with
+        this model goes on uncompiled.
+
+        Args:
+            dynamic (`bool`, *optional*, defaults to `True`): one code for all lengths.
+            backend (`str`, *optional*, defaults to `"inductor"`): of `torch.compile`.
+        """
+        compile_decoder(self.decoder, dynamic=dynamic, backend=backend)
+        return self
+
+    def quantize_to_fp8(self) -> "FrozenTarget":
+        """Puts the layers' large matrices into FP8, see [`quantize_to_fp8`]. The model itself is changed."""
+        quantize_to_fp8(self.decoder)
+        return self
+
     @property
     def config(self):
         """The target's configuration (its text part)."""
@@ -151,10 +169,11 @@ class FrozenTarget:
         if packed.numel() == 0:
             return self._nothing(label_positions is not None, return_label_hidden_states, device)
 
-        with self._capture as capture, _current_device(self.device):
+        # Without labels nothing behind the last captured layer is needed.
+        with self._capture.stop_early(label_positions is None), _current_device(self.device):
             output = self.decoder(input_ids=upload(input_ids, self.device), attention_mask=None, use_cache=False)
-            layers = capture.features
-            capture.clear()
+        layers = self._capture.features
+        self._capture.clear()
         # A target sharded over several devices hands out its layers on several devices.
         context = torch.cat(
             [self._send(layer.flatten(0, 1)[packed.to(layer.device)], device) for layer in layers], dim=-1

@@ -7,6 +7,10 @@ import torch
 from ..drafter.configuration_dflash import check_target_layer_ids
 
 
+class _AllCaptured(Exception):
+    """Ends a forward pass that has nothing more to give; never seen outside."""
+
+
 class HookCapture:
     """
     Keeps the outputs of some decoder layers of each forward pass; `output_hidden_states` would keep all of them.
@@ -36,6 +40,12 @@ class HookCapture:
         self._layers = [layers[layer_id] for layer_id in layer_ids]
         self._captured: list[torch.Tensor | None] = [None] * len(layer_ids)
         self._handles = []
+        self._stops_early = False
+
+    def stop_early(self, stops: bool = True) -> "HookCapture":
+        """Whether the next passes end behind the last layer that is captured: what stands behind the call is not run."""
+        self._stops_early = stops
+        return self
 
     def __enter__(self) -> "HookCapture":
         # A pass that is stopped half-way must not leave layers of two passes side by side.
@@ -47,6 +57,8 @@ class HookCapture:
     def _keep(self, index: int):
         def hook(module, args, output):
             self._captured[index] = output[0] if isinstance(output, tuple) else output
+            if self._stops_early and index == len(self._layers) - 1:
+                raise _AllCaptured
 
         return hook
 
@@ -65,7 +77,8 @@ class HookCapture:
         """Lets go of the captured tensors."""
         self._captured = [None] * len(self._layers)
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, error_type, *exc_info) -> bool:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        return error_type is _AllCaptured
