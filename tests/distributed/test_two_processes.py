@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_training import GradientRecorder, make_dataset, make_trainer, relative_difference, training_state
+from tiny_training import (
+    GradientRecorder,
+    comparable,
+    make_dataset,
+    make_trainer,
+    relative_difference,
+    training_state,
+)
 from worker import EQUAL_STEPS, RESUME, silent_dataset
 
 from hf_dflash.training.checkpoint import find_last_checkpoint
@@ -96,9 +103,18 @@ def test_a_signal_on_one_rank_stops_both_and_the_resumed_run_is_bit_equal(tmp_pa
     alone.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-5"))
     for name, value in undisturbed["weights"].items():
         torch.testing.assert_close(alone.model.state_dict()[name], value, rtol=0, atol=WEIGHTS_FP64)
-    for entry, other_entry in zip(alone.state.log_history, undisturbed["log"], strict=True):
+    for entry, other_entry in zip(comparable(alone.state.log_history), undisturbed["log"], strict=True):
         if "loss" in entry:
             assert entry == pytest.approx(other_entry, rel=1e-8)
+
+
+def test_targets_that_compute_ahead_change_nothing_and_one_that_fails_stops_all_ranks_behind_a_checkpoint(tmp_path):
+    # Bit-equality of on and off, and of the resumed run, is asserted on each rank.
+    ranks = launch("pipeline", tmp_path)
+    assert all(torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name]) for name in ranks[0]["weights"])
+    assert [rank["failed_at"] for rank in ranks] == [1, 1]
+    assert "OutOfMemoryError: no room" in ranks[1]["message"]
+    assert "another process" in ranks[0]["message"]
 
 
 def test_data_slower_than_the_time_limit_of_collectives_is_waited_for(tmp_path):

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+from tiny_models import make_target  # noqa: E402
 from tiny_training import GradientRecorder, assert_same, make_dataset, make_trainer, training_state  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
+from hf_dflash import FrozenTarget  # noqa: E402
 from hf_dflash.data.batching import TokenBudgetBatchSampler  # noqa: E402
+from hf_dflash.target.pipeline import TargetForwardError  # noqa: E402
 
 
 RANK = int(os.environ.get("RANK", 0))
@@ -94,6 +97,46 @@ def resume(folder: Path) -> dict:
     return training_state(undisturbed)
 
 
+PIPELINE = {"gradient_accumulation_steps": 2, "logging_steps": 3, "num_train_epochs": 2}
+
+
+class FailsOnRank1(FrozenTarget):
+    """Runs out of memory at its fourth micro-batch, the second of a step."""
+
+    count = 0
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        if RANK == 1 and self.count == 4:
+            raise torch.OutOfMemoryError("no room")
+        return super().__call__(*args, **kwargs)
+
+
+def pipeline(folder: Path) -> dict:
+    """Targets that compute ahead, against inline; a target that fails on one rank, and the run that goes on."""
+    states = []
+    for mode in ("off", "on"):
+        trainer = make_trainer(folder / mode, pipeline=mode, **PIPELINE)
+        trainer.train()
+        states.append(training_state(trainer))
+    assert_same(states[1], states[0])
+
+    failing = make_trainer(
+        folder / "failing", pipeline="on", target=FailsOnRank1(make_target("qwen3"), [1, 3]), **PIPELINE
+    )
+    try:
+        failing.train()
+    except TargetForwardError as error:
+        message = str(error)
+    else:
+        raise AssertionError("The failure was not agreed.")
+    step = failing.state.global_step
+    resumed = make_trainer(folder / "failing", pipeline="on", **PIPELINE)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(training_state(resumed), states[0])
+    return {**states[0], "message": message, "failed_at": step}
+
+
 class SlowOnRank0(torch.utils.data.Dataset):
     """Rows of which the first that rank 0 reads takes longer than any collective may."""
 
@@ -153,7 +196,7 @@ def killable(folder: Path) -> dict:
     return {}
 
 
-SCENARIOS = {function.__name__: function for function in (exactness, resume, slow_data, killed, killable)}
+SCENARIOS = {function.__name__: function for function in (exactness, resume, pipeline, slow_data, killed, killable)}
 
 
 def main(scenario: str, folder: str) -> int:
