@@ -3,23 +3,29 @@
 """Decoding speed, all in one run: plain `generate`, transformers' own DFlash path (dense targets), and ours.
 
     python benchmarks/decoding.py --tiny
-    python benchmarks/decoding.py --target SMOLLM2 --drafter DRAFTER --prompts prompts.jsonl \
+    python benchmarks/decoding.py --target SMOLLM2 --drafter DRAFTER --prompts prompts.jsonl --time-limit 90 \
         --device cuda --dtype bfloat16 --output benchmarks/results/decoding_smollm2_h200.json
 
-Prompts are taken in turn by every way of decoding, so that a machine that slows down slows all of them. Beside tokens per
-second it says how often greedy output differs from plain decoding (in bf16 other kernels round otherwise) and by how little
-the two tokens differed where it first did; `--tiny` checks the script on random models, its times mean nothing.
+Every prompt is decoded by every way before the next one, so that a machine that slows down slows all of them. The first three
+ways come first: the others (`--also`) begin once these have had all prompts, or half of the time. The JSON file is written
+anew after each way of each prompt; where the time ends, what is there is the result, and ways are compared over the prompts
+that they share.
+
+Greedy output that differs from plain decoding is counted (in bf16 other kernels round otherwise), with the difference between
+the target's logits of the two tokens where they first part. Beside it, for every way and for plain decoding itself, the
+tokens that one pass over the whole text would not have chosen, and by how much. `--tiny` checks the script on random models,
+its times mean nothing.
 """
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 import transformers
-from tqdm.auto import tqdm
 
 import hf_dflash
 from hf_dflash.decoding.speculative import speculative_generate
@@ -27,56 +33,191 @@ from hf_dflash.evaluation.benchmark import encode_prompt, find_first_difference,
 
 
 WARM_UP_TOKENS = 24
+FIRST_WAYS = ("plain", "ours", "transformers")
+# What each further way gives to `speculative_generate`; "plain, sampled" is what sampled ways are compared with.
+FURTHER_WAYS = {
+    "tree": {"tree_budget": 24},
+    "plain, sampled": {"do_sample": True},
+    "ours, sampled": {"do_sample": True},
+    "ours, drawn drafts": {"do_sample": True, "sample_drafts": True},
+    "adaptive": {"adaptive_block": True},
+    "static": {"cache_implementation": "static"},
+}
 
 
-def main():
+def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="random models on a CPU")
     parser.add_argument("--target", help="folder of the target")
     parser.add_argument("--drafter", help="folder of the drafter")
     parser.add_argument("--prompts", help="JSONL file, as for `hf-dflash evaluate`")
     parser.add_argument("--limit", type=int, default=20, help="prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--time-limit", type=float, help="seconds, from the start of the script")
     parser.add_argument("--enable-thinking", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--tree-budget", type=int, nargs="*", default=[], help="also tree verification with so many nodes"
-    )
-    parser.add_argument("--adaptive", action="store_true", help="also with adaptive block length")
-    parser.add_argument("--static", action="store_true", help="also ours with a static cache")
+    parser.add_argument("--also", nargs="*", default=[], choices=FURTHER_WAYS, help="further ways, in this order")
     parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-
-    target, drafter, prompts = load_tiny(args) if args.tiny else load(args)
-    ways = {"plain": lambda ids, **kw: decode_plainly(target, ids, **kw)}
-    if not getattr(target, "_is_stateful", False):
-        ways["transformers"] = lambda ids, **kw: decode_natively(target, drafter, ids, **kw)
-    ways["ours"] = lambda ids, **kw: decode(target, drafter, ids, **kw)
-    if args.adaptive:
-        ways["ours, adaptive"] = lambda ids, **kw: decode(target, drafter, ids, adaptive_block=True, **kw)
-    for budget in args.tree_budget:
-        ways[f"ours, tree {budget}"] = lambda ids, b=budget, **kw: decode(target, drafter, ids, tree_budget=b, **kw)
-    if args.static:
-        ways["ours, static"] = lambda ids, **kw: decode(target, drafter, ids, cache_implementation="static", **kw)
-
-    results = measure(target, ways, prompts, args)
-    report = {
-        "settings": {
-            **{name: str(value) for name, value in vars(args).items() if name != "output"},
-            "block_size": drafter.config.block_size,
-            "device_name": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "summary": {name: summarize(name, results) for name in ways},
-        "first_differences": results["first_differences"],
-    }
-    for name, summary in report["summary"].items():
-        print(f"{name:18s}", "  ".join(f"{key} {show(value)}" for key, value in summary.items()))
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    args = parser.parse_args(argv)
+    run = Run(args)
+    run.decode_all()
+    report = run.report()
+    for way, summary in report["summary"].items():
+        print(f"{way:18s}", "  ".join(f"{name} {show(value)}" for name, value in summary.items()))
     return report
+
+
+class Run:
+    def __init__(self, args):
+        self.args, self.start = args, time.perf_counter()
+        self.target, self.drafter, self.prompts = load_tiny(args) if args.tiny else load(args)
+        print(f"[{self.elapsed():6.1f} s] loaded, {len(self.prompts)} prompts", flush=True)
+        first = [w for w in FIRST_WAYS if w != "transformers" or not getattr(self.target, "_is_stateful", False)]
+        self.groups = [first, [way for way in args.also if way not in first]]
+        self.results = {way: [] for group in self.groups for way in group}
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.start
+
+    def decode_all(self) -> None:
+        limit = self.args.time_limit or float("inf")
+        # Further ways are given half of the time.
+        ends = [limit / 2 if self.groups[1] else limit, limit]
+        for ways, end in zip(self.groups, ends, strict=True):
+            for way in ways:
+                if self.elapsed() < limit:
+                    self.decode(way, self.prompts[0], WARM_UP_TOKENS)
+            for number in range(len(self.prompts)):
+                # Another one goes first each time.
+                turn = number % max(1, len(ways))
+                for way in ways[turn:] + ways[:turn]:
+                    if self.elapsed() > end:
+                        break
+                    self.measure(way, number)
+
+    @torch.no_grad()
+    def measure(self, way: str, number: int) -> None:
+        input_ids = self.prompts[number]
+        synchronize(self.args)
+        start = time.perf_counter()
+        sequences, passes = self.decode(way, input_ids, self.args.max_new_tokens)
+        synchronize(self.args)
+        seconds = time.perf_counter() - start
+        tokens = sequences[0, input_ids.shape[1] :]
+        result = {"prompt": number, "tokens": len(tokens), "passes": passes, "seconds": seconds}
+        if not is_sampled(way):
+            result["off_argmax_margins"] = find_off_argmax_margins(self.target, input_ids, tokens)
+            result["new_tokens"] = tokens.tolist()
+        self.results[way].append(result)
+        print(f"[{self.elapsed():6.1f} s] prompt {number} {way}: {len(tokens) / seconds:.1f} tokens/s", flush=True)
+        self.save()
+
+    def decode(self, way: str, input_ids, max_new_tokens: int) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(0)
+        kwargs = {"max_new_tokens": max_new_tokens, "do_sample": False, **FURTHER_WAYS.get(way, {})}
+        if way.startswith("plain"):
+            sequences = self.target.generate(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
+            return sequences, sequences.shape[1] - input_ids.shape[1]
+        if way == "transformers":
+            return decode_natively(self.target, self.drafter, input_ids, **kwargs)
+        out = speculative_generate(self.target, self.drafter, input_ids, torch.ones_like(input_ids), **kwargs)
+        return out.sequences, out.num_target_passes
+
+    def report(self) -> dict:
+        args = self.args
+        report = {
+            "settings": {
+                **{name: value for name, value in vars(args).items() if name not in ("output", "also", "tiny")},
+                **{name: Path(getattr(args, name) or "random").name for name in ("target", "drafter", "prompts")},
+                "block_size": self.drafter.config.block_size,
+                "device_name": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device,
+                "threads": None if args.device.startswith("cuda") else torch.get_num_threads(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+            "seconds": self.elapsed(),
+            "summary": {way: self.summarize(way) for way, runs in self.results.items() if runs},
+            "first_differences": {way: self.find_differences(way) for way in self.results if not is_sampled(way)},
+        }
+        return report
+
+    def summarize(self, way: str) -> dict:
+        runs = self.results[way]
+        tokens = sum(run["tokens"] for run in runs)
+        blocks = sum(run["passes"] - 1 for run in runs)
+        summary = {
+            "prompts": len(runs),
+            "tokens": tokens,
+            "tokens_per_second": tokens / sum(run["seconds"] for run in runs),
+            "speedup": self.ratio(way, "plain, sampled" if is_sampled(way) else "plain"),
+            "acceptance_length": (tokens - len(runs)) / blocks if blocks else None,
+            "target_passes_per_token": sum(run["passes"] for run in runs) / tokens,
+        }
+        if way != "transformers" and not way.startswith("plain") and not is_sampled(way):
+            summary["ratio_to_transformers"] = self.ratio(way, "transformers")
+        if is_sampled(way):
+            return summary
+        margins = [margin for run in runs for margin in run["off_argmax_margins"]]
+        summary["share_off_argmax"] = len(margins) / tokens
+        summary["median_off_argmax_margin"] = statistics.median(margins) if margins else None
+        summary["largest_off_argmax_margin"] = max(margins, default=None)
+        if way != "plain":
+            differences = self.find_differences(way)
+            compared = {run["prompt"] for run in runs} & {run["prompt"] for run in self.results["plain"]}
+            shared = sum(run["tokens"] for run in runs if run["prompt"] in compared)
+            summary["prompts_compared"] = len(compared)
+            summary["prompts_identical"] = len(compared) - len(differences)
+            summary["share_differing_from_plain"] = sum(d["differing"] for d in differences) / max(1, shared)
+            summary["largest_margin_at_first_difference"] = max((abs(d["margin"]) for d in differences), default=None)
+        return summary
+
+    def ratio(self, way: str, other: str) -> float | None:
+        """Tokens per second of one way over another's, over the prompts that both have decoded."""
+        speeds = []
+        ours, theirs = ({run["prompt"]: run for run in self.results.get(name, [])} for name in (way, other))
+        shared = ours.keys() & theirs.keys()
+        for runs in (ours, theirs):
+            seconds = sum(runs[number]["seconds"] for number in shared)
+            speeds.append(sum(runs[number]["tokens"] for number in shared) / seconds if seconds else None)
+        return speeds[0] / speeds[1] if shared else None
+
+    @torch.no_grad()
+    def find_differences(self, way: str) -> list[dict]:
+        """Where greedy output first parts from plain decoding's, and what the target's logits say of the two tokens there."""
+        differences = []
+        plain = {run["prompt"]: torch.tensor(run["new_tokens"]) for run in self.results["plain"]}
+        for run in self.results[way]:
+            if way == "plain" or run["prompt"] not in plain:
+                continue
+            tokens, expected = torch.tensor(run["new_tokens"]), plain[run["prompt"]]
+            place, shared = find_first_difference(tokens, expected), min(len(tokens), len(expected))
+            if place < 0:
+                continue
+            if "margin" not in run:
+                run["margin"] = 0.0
+                if place < shared:
+                    input_ids = self.prompts[run["prompt"]]
+                    prefix = torch.cat([input_ids[0], expected[:place].to(input_ids.device)])
+                    logits = self.target(prefix[None]).logits[0, -1].float()
+                    run["margin"] = float(logits[expected[place]] - logits[tokens[place]])
+            differing = int((tokens[:shared] != expected[:shared]).sum()) + abs(len(tokens) - len(expected))
+            differences.append(
+                {"prompt": run["prompt"], "place": place, "margin": run["margin"], "differing": differing}
+            )
+        return differences
+
+    def save(self) -> None:
+        if self.args.output is None:
+            return
+        self.args.output.parent.mkdir(parents=True, exist_ok=True)
+        part = self.args.output.with_name(self.args.output.name + ".part")
+        part.write_text(json.dumps(self.report(), indent=1) + "\n")
+        part.replace(self.args.output)
+
+
+def is_sampled(way: str) -> bool:
+    return FURTHER_WAYS.get(way, {}).get("do_sample", False)
 
 
 def load(args):
@@ -114,18 +255,12 @@ def load_tiny(args):
     return target, drafter, prompts
 
 
-def decode_plainly(target, input_ids, **kwargs):
-    sequences = target.generate(input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, **kwargs)
-    return sequences, sequences.shape[1] - input_ids.shape[1]
-
-
 def decode_natively(target, drafter, input_ids, **kwargs):
     passes = []
     handle = target.get_decoder().register_forward_hook(lambda *_: passes.append(1))
     sequences = target.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        do_sample=False,
         assistant_model=drafter,
         speculation_type="dflash",
         **kwargs,
@@ -134,78 +269,16 @@ def decode_natively(target, drafter, input_ids, **kwargs):
     return sequences, len(passes)
 
 
-def decode(target, drafter, input_ids, **kwargs):
-    out = speculative_generate(target, drafter, input_ids, torch.ones_like(input_ids), **kwargs)
-    return out.sequences, out.num_target_passes
-
-
 def synchronize(args):
     if not args.device.startswith("cpu"):
         torch.accelerator.synchronize()
 
 
-@torch.no_grad()
-def measure(target, ways, prompts, args) -> dict:
-    results = {name: [] for name in ways}
-    first_differences = {name: [] for name in ways if name != "plain"}
-    for way in ways.values():
-        way(prompts[0], max_new_tokens=WARM_UP_TOKENS if not args.tiny else 4)
-    for number, input_ids in enumerate(tqdm(prompts, desc="Decoding", unit="prompt")):
-        outputs = {}
-        # Another one goes first each time.
-        names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
-        for name in names:
-            synchronize(args)
-            start = time.perf_counter()
-            sequences, passes = ways[name](input_ids, max_new_tokens=args.max_new_tokens)
-            synchronize(args)
-            seconds = time.perf_counter() - start
-            outputs[name] = sequences[0, input_ids.shape[1] :]
-            results[name].append({"tokens": len(outputs[name]), "passes": passes, "seconds": seconds})
-        for name, tokens in outputs.items():
-            plain = outputs["plain"]
-            shared = min(len(tokens), len(plain))
-            results[name][-1]["differing"] = int((tokens[:shared] != plain[:shared]).sum()) + abs(
-                len(tokens) - len(plain)
-            )
-            results[name][-1]["off_argmax"] = count_off_argmax(target, input_ids, tokens)
-            place = find_first_difference(tokens, plain)
-            if name != "plain" and 0 <= place < shared:
-                logits = target(torch.cat([input_ids[0], plain[:place]])[None]).logits[0, -1].float()
-                margin = logits[plain[place]] - logits[tokens[place]]
-                first_differences[name].append({"prompt": number, "place": place, "margin": float(margin)})
-    return {**results, "first_differences": first_differences}
-
-
-def count_off_argmax(target, input_ids, tokens) -> int:
-    """Tokens that one pass over the whole text would not have chosen; plain decoding has some of its own in bf16."""
-    logits = target(torch.cat([input_ids[0], tokens])[None]).logits[0, input_ids.shape[1] - 1 : -1]
-    return int((logits.float().argmax(-1) != tokens).sum())
-
-
-def summarize(name, results) -> dict:
-    runs, plain = results[name], results["plain"]
-    tokens = sum(run["tokens"] for run in runs)
-    speed = tokens / sum(run["seconds"] for run in runs)
-    plain_speed = sum(run["tokens"] for run in plain) / sum(run["seconds"] for run in plain)
-    blocks = sum(run["passes"] - 1 for run in runs)
-    margins = [difference["margin"] for difference in results["first_differences"].get(name, [])]
-    summary = {
-        "tokens_per_second": speed,
-        "speedup": speed / plain_speed,
-        "acceptance_length": (tokens - len(runs)) / blocks if blocks else None,
-        "target_passes_per_token": sum(run["passes"] for run in runs) / tokens,
-        "share_differing_from_plain": sum(run["differing"] for run in runs) / tokens,
-        "share_off_argmax": sum(run["off_argmax"] for run in runs) / tokens,
-        "prompts_identical": sum(run["differing"] == 0 for run in runs),
-        "prompts": len(runs),
-        "largest_margin_at_first_difference": max(map(abs, margins), default=None),
-    }
-    if "transformers" in results and name.startswith("ours"):
-        native = results["transformers"]
-        native_speed = sum(run["tokens"] for run in native) / sum(run["seconds"] for run in native)
-        summary["ratio_to_transformers"] = speed / native_speed
-    return summary
+def find_off_argmax_margins(target, input_ids, tokens) -> list[float]:
+    """By how much the target's first choice leads, at each token that one pass over the whole text would not have chosen."""
+    logits = target(torch.cat([input_ids[0], tokens])[None]).logits[0, input_ids.shape[1] - 1 : -1].float()
+    margins = logits.max(dim=-1).values - logits.gather(-1, tokens[:, None])[:, 0]
+    return margins[logits.argmax(-1) != tokens].tolist()
 
 
 def show(value) -> str:
