@@ -29,8 +29,9 @@ class DFlashTrainingArguments(TrainingArguments):
             Rows x longest row of a micro-batch. Takes the place of `per_device_train_batch_size`.
         eval_token_budget (`int`, *optional*):
             The same for evaluation; `token_budget` by default.
-        num_anchors (`int`, *optional*, defaults to 512):
-            The most blocks of a document and epoch.
+        num_anchors (`int` or `"auto"`, *optional*, defaults to 512):
+            The most blocks of a document and epoch. `"auto"` measures target and drafter before the first step, and turns
+            it and `anchor_ratio` so that neither waits for the other; checkpoints keep what was chosen.
         anchor_ratio (`float`, *optional*, defaults to 0.25):
             Blocks per supervised token, so that short chats are not drowned in slots. 0 for no such limit.
         eval_blocks_per_pass (`int`, *optional*, defaults to 2048):
@@ -124,7 +125,14 @@ class DFlashTrainingArguments(TrainingArguments):
     eval_token_budget: int | None = field(
         default=None, metadata={"help": "The same for evaluation; token_budget by default."}
     )
-    num_anchors: int = field(default=512, metadata={"help": "The most blocks of a document and epoch (paper: 512)."})
+    # A `str` for the command line; a number becomes an `int`.
+    num_anchors: str = field(
+        default="512",
+        metadata={
+            "help": "The most blocks of a document and epoch (paper: 512); auto: measured once, so that neither target nor "
+            "drafter waits, anchor_ratio with it."
+        },
+    )
     anchor_ratio: float = field(
         default=0.25,
         metadata={
@@ -210,16 +218,22 @@ class DFlashTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`--{name} {getattr(self, name)}`: choose one of {', '.join(choices)}.")
+        if self.num_anchors != "auto":
+            try:
+                self.num_anchors = int(self.num_anchors)
+            except ValueError:
+                raise ValueError(f"`--num_anchors {self.num_anchors}`: give a number, or auto.") from None
         for name in (
             "token_budget",
             "eval_token_budget",
-            "num_anchors",
             "eval_blocks_per_pass",
             "targets_per_process",
             "pipeline_depth",
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`--{name}` is {getattr(self, name)}: it must be at least 1.")
+        if self.num_anchors != "auto" and self.num_anchors < 1:
+            raise ValueError(f"`--num_anchors` is {self.num_anchors}: it must be at least 1, or auto.")
         if self.anchor_ratio < 0:
             raise ValueError(f"`--anchor_ratio` is {self.anchor_ratio}: it must be positive, or 0 for no limit.")
         if self.acceptance_steps < 0:

@@ -119,6 +119,7 @@ def describe_plan(job, args, num_processes: int, num_devices: int, lengths=None,
     """
     from transformers import AutoConfig
 
+    from .balance import PAPER_ANCHORS
     from .estimate import GIB, count_blocks, drafter_flops, drafter_memory, measure_sizes, target_flops, target_memory
     from .run import make_drafter_config
 
@@ -129,7 +130,8 @@ def describe_plan(job, args, num_processes: int, num_devices: int, lengths=None,
     is_assumed = lengths is None
     if is_assumed:
         lengths, supervised = [job.max_length // 2], [job.max_length * 7 // 16]
-    num_blocks = count_blocks(lengths, supervised, args.token_budget, args.num_anchors, args.anchor_ratio)
+    num_anchors = PAPER_ANCHORS if args.num_anchors == "auto" else args.num_anchors
+    num_blocks = count_blocks(lengths, supervised, args.token_budget, num_anchors, args.anchor_ratio)
 
     targets = target_memory(sizes, args.token_budget)
     drafter = drafter_memory(
@@ -177,7 +179,7 @@ def describe_plan(job, args, num_processes: int, num_devices: int, lengths=None,
         f"  drafter  {of_drafter / 1e12:8.1f} TFLOP, {sizes.drafter_parameters / 1e9:.2f}B parameters, "
         f"{num_blocks:.0f} blocks of {sizes.block_size}",
         f"  target : drafter = {ratio:.2f} at equal speed: {waiting}"
-        + ("" if waiting == "balanced" else "; `anchor_ratio` and `targets_per_process` turn it"),
+        + ("" if waiting == "balanced" else "; `targets_per_process`, `anchor_ratio` or `--num_anchors auto` turn it"),
     ]
     return "\n".join(lines)
 

@@ -47,13 +47,18 @@ def describe_run(drafter_config, target, dataset, args) -> dict:
     }
 
 
+def read_contract(checkpoint: str | os.PathLike) -> dict:
+    """The contract of the run that saved a checkpoint."""
+    return json.loads((Path(checkpoint) / CHECKPOINT_FILE).read_text(encoding="utf-8"))["contract"]
+
+
 def check_contract(checkpoint: str | os.PathLike, contract: dict) -> None:
     """Refuses to go on under another contract.
 
     Raises:
         `ValueError`: naming each difference with both values.
     """
-    stored = json.loads((Path(checkpoint) / CHECKPOINT_FILE).read_text(encoding="utf-8"))["contract"]
+    stored = read_contract(checkpoint)
     differences = [
         f"{name} is {contract.get(name)}, the checkpoint has {stored.get(name)}"
         for name in dict.fromkeys([*stored, *contract])

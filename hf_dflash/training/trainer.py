@@ -29,6 +29,7 @@ from ..target.frozen_target import FrozenTarget, TargetFeatures, upload
 from ..target.pipeline import FeaturePipeline, FeatureRequest, TargetForwardError
 from .adapters import add_adapter
 from .arguments import BEST_METRIC, DFlashTrainingArguments
+from .balance import balance_anchors
 from .block_batch import BlockBatch, draw_blocks
 from .callbacks import AcceptanceCallback, EpochCheckpointCallback
 from .checkpoint import (
@@ -46,7 +47,7 @@ from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums
 from .muon import MuonWithAdamW
 from .plan import check_launch, place_targets_of_this_process
 from .publishing import HubPublishing
-from .resume_contract import check_contract, describe_run
+from .resume_contract import check_contract, describe_run, read_contract
 from .s3_checkpoints import S3Callback, fetch_checkpoint
 from .step_times import StepTimes, StepTimesCallback
 from .target_loading import load_targets
@@ -487,10 +488,18 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
                 raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to go on from.")
         elif isinstance(resume_from_checkpoint, str) and is_object_uri(resume_from_checkpoint):
             resume_from_checkpoint = self._fetch_checkpoint(resume_from_checkpoint)
+        if resume_from_checkpoint:
+            check_whole(resume_from_checkpoint)
+        if self.args.num_anchors == "auto":
+            if resume_from_checkpoint:
+                contract = read_contract(resume_from_checkpoint)
+                chosen = contract["num_anchors"], contract["anchor_ratio"]
+            else:
+                chosen = balance_anchors(self)
+            self.args.num_anchors, self.args.anchor_ratio = chosen
         self._contract = describe_run(self.drafter_config, self.target, self.train_dataset, self.args)
         self._train_sums, self._saved_step = self._new_sums(), None
         if resume_from_checkpoint:
-            check_whole(resume_from_checkpoint)
             check_contract(resume_from_checkpoint, self._contract)
             load_sums(self._train_sums, resume_from_checkpoint, self.args.process_index, self.args.world_size)
 
