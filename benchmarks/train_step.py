@@ -86,12 +86,16 @@ class Inputs:
 class Ours:
     def __init__(self, inputs: Inputs, parameter_dtype, dynamic: bool = True):
         config, device = inputs.config, inputs.device
-        self.inputs, self.is_cuda = inputs, device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
         with torch.device(device):
             self.model = DFlashForSpeculation(config).to(parameter_dtype).train()
         if self.is_cuda:
             self.model.compile_layers(dynamic=dynamic)
         self.head = LanguageHead(inputs.head_weight)
+        self.set_inputs(inputs)
+
+    def set_inputs(self, inputs: Inputs) -> None:
+        self.inputs, config, device = inputs, inputs.config, inputs.device
         slots = torch.full((inputs.num_anchors, config.block_size), config.mask_token_id, device=device)
         slots[:, 0] = inputs.input_ids[0, inputs.anchors]
         self.slot_ids = slots.view(1, -1)
