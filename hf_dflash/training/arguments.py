@@ -14,7 +14,7 @@ from ..object_store import is_object_uri
 BEST_METRIC = "eval_acceptance_length"
 
 MATRIX_OPTIMIZERS = ("same", "muon")
-PIPELINES = ("auto", "on", "off")
+SWITCHES = ("auto", "on", "off")
 
 
 @dataclass
@@ -54,6 +54,9 @@ class DFlashTrainingArguments(TrainingArguments):
 
         attention_backend (`str`, *optional*, defaults to `"auto"`):
             `"flex"`, `"dense"`, or flex attention on CUDA and dense masks elsewhere.
+        compile_layers (`str`, *optional*, defaults to `"auto"`):
+            Whether layers of target and drafter are compiled one by one: `"on"`, `"off"`, or on CUDA. `torch_compile` would
+            compile whole models, which takes minutes and gains nothing.
         target_devices (`str`, *optional*):
             `"same"`, or a comma-separated list; devices joined by `+` share one target. See [`place_targets`].
         targets_per_process (`int`, *optional*, defaults to 1):
@@ -168,6 +171,13 @@ class DFlashTrainingArguments(TrainingArguments):
             "choices": ["auto", "flex", "dense"],
         },
     )
+    compile_layers: str = field(
+        default="auto",
+        metadata={
+            "help": "Compile layers of target and drafter one by one: on, off, or auto: on CUDA.",
+            "choices": list(SWITCHES),
+        },
+    )
     target_devices: str | None = field(
         default=None,
         metadata={"help": "'same' for the drafter's device, or a comma-separated list for all processes."},
@@ -177,7 +187,7 @@ class DFlashTrainingArguments(TrainingArguments):
         default="auto",
         metadata={
             "help": "Targets compute ahead of the drafter: on, off, or auto: where they have devices of their own.",
-            "choices": list(PIPELINES),
+            "choices": list(SWITCHES),
         },
     )
     pipeline_depth: int = field(
@@ -214,7 +224,8 @@ class DFlashTrainingArguments(TrainingArguments):
             ("loss_weighting", WEIGHTINGS),
             ("attention_backend", ("auto", "flex", "dense")),
             ("matrix_optimizer", MATRIX_OPTIMIZERS),
-            ("pipeline", PIPELINES),
+            ("pipeline", SWITCHES),
+            ("compile_layers", SWITCHES),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`--{name} {getattr(self, name)}`: choose one of {', '.join(choices)}.")

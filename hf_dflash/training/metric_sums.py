@@ -11,7 +11,7 @@ import torch
 
 
 # Each of one element, except those that are kept for each of the B - 1 drafts.
-_SUMS = ("loss", "steps", "accepted", "blocks", "tokens", "padded_tokens", "skipped_blocks")
+_SUMS = ("loss", "steps", "accepted", "blocks", "tokens", "padded_tokens", "skipped_blocks", "skipped_steps")
 _EVALUATION_SUMS = ("weight", "walk_tokens", "walk_blocks", "agreeing", "replied")
 _SUMS_BY_SLOT = ("correct", "supervised")
 

@@ -11,13 +11,11 @@ from collections import deque
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from .._compat import mark_loss_as_scaled, restore_onto_numbered_cpus
-from ..data.batching import TokenBudgetBatchSampler, TokenBudgetDataLoader
 from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
 from ..drafter.losses import compute_dflash_loss
@@ -26,11 +24,11 @@ from ..evaluation.acceptance import count_accepted
 from ..hub.layouts import write_native_form
 from ..object_store import is_object_uri
 from ..target.frozen_target import FrozenTarget, TargetFeatures, upload
-from ..target.pipeline import FeaturePipeline, FeatureRequest, TargetForwardError
+from ..target.pipeline import FeaturePipeline, TargetForwardError
 from .adapters import add_adapter
 from .arguments import BEST_METRIC, DFlashTrainingArguments
 from .balance import balance_anchors
-from .block_batch import BlockBatch, draw_blocks
+from .block_batch import BlockBatch
 from .callbacks import AcceptanceCallback, EpochCheckpointCallback
 from .checkpoint import (
     TRAINER_STATE,
@@ -44,6 +42,7 @@ from .evaluation import HeldOutEvaluation
 from .host_group import HostGroup
 from .interruption import CatchUpCallback, StopCallback, StopSignals
 from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
+from .micro_batches import MicroBatches
 from .muon import MuonWithAdamW
 from .plan import check_launch, place_targets_of_this_process
 from .publishing import HubPublishing
@@ -53,7 +52,7 @@ from .step_times import StepTimes, StepTimesCallback
 from .target_loading import load_targets
 
 
-class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
+class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
     """
     A [`~transformers.Trainer`] for DFlash drafters (arXiv 2602.06036).
 
@@ -138,6 +137,10 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
         self.target = self.targets[0].serve(args.device, feature_dtype)
         for one in self.targets[1:]:
             one.output_device, one.output_dtype = self.target.output_device, self.target.output_dtype
+        if args.compile_layers == "on" or (args.compile_layers == "auto" and args.device.type == "cuda"):
+            getattr(model, "get_base_model", lambda: model)().compile_layers()
+            for one in self.targets:
+                one.compile_layers()
         self.pipeline = FeaturePipeline(
             self.targets,
             depth=args.pipeline_depth,
@@ -180,112 +183,6 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
             _ = self.target_hub_id
         self._contract = None
         self._saved_step = None
-
-    # ---- Batches ----
-
-    def _token_budget_loader(self, dataset, token_budget: int, gradient_accumulation_steps: int, shuffle: bool):
-        sampler = TokenBudgetBatchSampler(
-            np.asarray(dataset["length"]),
-            token_budget,
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            shuffle=shuffle,
-        )
-        return TokenBudgetDataLoader(
-            dataset,
-            sampler,
-            num_workers=self.args.dataloader_num_workers,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-        )
-
-    def get_train_dataloader(self):
-        if self.train_dataset is None:
-            raise ValueError("Training needs a `train_dataset`.")
-        loader = self._token_budget_loader(
-            self.train_dataset, self.args.token_budget, self.args.gradient_accumulation_steps, shuffle=True
-        )
-        self._train_sampler = loader.batch_sampler
-        return loader
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        if dataset is None:
-            raise ValueError("Evaluation needs an `eval_dataset`.")
-        check_supervision(dataset, "eval_dataset")
-        return self._token_budget_loader(
-            dataset, self.args.eval_token_budget or self.args.token_budget, 1, shuffle=False
-        )
-
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Draws the blocks of all micro-batches of an optimizer step, and with them the denominator of its loss.
-
-        Micro-batches of the steps to come are drawn too, as many as the pipeline can hold, and handed to the targets.
-        Between two steps is also where all ranks learn that one of them was asked to stop; then there is no next step.
-        """
-        if self.state.global_step >= self.state.max_steps:
-            # A finished run that is started again: `Trainer` would take one step more.
-            self.control.should_training_stop = True
-            return [], None
-        if self._drawn_from is not epoch_iterator:
-            if self._drawn or self.pipeline.num_waiting:
-                # The last epoch was left before its end.
-                self._drawn.clear()
-                self.pipeline.restart()
-            self._drawn_from = epoch_iterator
-        ahead = self.pipeline.capacity if self.pipeline.is_asynchronous else 0
-        remaining = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
-        num_missing = min(num_batches + ahead, max(num_batches, remaining)) - len(self._drawn)
-        rows, num_items = super().get_batch_samples(epoch_iterator, max(0, num_missing), device)
-        for micro_batch in rows:
-            batch = self.draw(micro_batch, self._train_sampler.epoch)
-            self.pipeline.submit(self.request_of(batch))
-            self._drawn.append(batch)
-        batches = [self._drawn.popleft() for _ in range(min(num_batches, len(self._drawn)))]
-
-        share = sum(batch.denominator(self.args.loss_weighting, self.args.loss_gamma) for batch in batches)
-        denominator, stop_wishes = self._host_group.sum(share, self._stop_signals.requested)
-        if stop_wishes:
-            self._stop_callback.stop(self.control)
-            return [], num_items
-        # Filled in by a kernel: a copy from the host would make it wait for the device.
-        self._step_denominator = torch.full((), denominator, dtype=torch.float64, device=self.args.device)
-        # Whatever a stopped step has summed is forgotten, as its gradients are.
-        self._step_sums = self._new_sums()
-        return batches, num_items
-
-    def draw(self, rows: dict[str, torch.Tensor], epoch: int) -> BlockBatch:
-        """Draws the blocks of a micro-batch that [`collate_rows`] made, for training in that epoch."""
-        return draw_blocks(
-            rows,
-            block_size=self.drafter_config.block_size,
-            mask_token_id=self.drafter_config.mask_token_id,
-            num_anchors=self.args.num_anchors,
-            anchor_ratio=self.args.anchor_ratio or None,
-            seed=self.args.seed,
-            epoch=epoch,
-            packed=self.uses_flex,
-        )
-
-    def request_of(self, batch: BlockBatch) -> FeatureRequest:
-        """What the target shall read for a micro-batch."""
-        wants_labels = self.args.labels == "target" or self.args.loss_type != "ce"
-        return FeatureRequest(
-            batch.input_ids,
-            batch.lengths,
-            batch.label_positions if wants_labels else None,
-            return_label_hidden_states=self.args.loss_type != "ce",
-            row_ids=batch.row_ids.tolist(),
-        )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch, known once training has begun."""
-        return self._train_sampler.num_steps
 
     def _prepare_inputs(self, inputs: BlockBatch) -> BlockBatch:
         return inputs.to(self.args.device)
@@ -388,29 +285,6 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
         # DDP takes the mean over ranks; the sum is wanted.
         return loss * self.args.world_size
 
-    def _take_features(self, batch: BlockBatch) -> TargetFeatures:
-        try:
-            features, times = self.pipeline.take()
-        except TargetForwardError as error:
-            if self.args.world_size == 1:
-                raise
-            # The others are on their way into a collective: this rank goes along without the micro-batch, and before the
-            # optimizer takes its step all of them stop.
-            self._target_failure = self._target_failure or error
-            return self._no_features(batch)
-        self._step_times.begin_micro_step(batch, times)
-        return features
-
-    def _no_features(self, batch: BlockBatch) -> TargetFeatures:
-        """Not finite, so no block is kept."""
-        where = {"device": self.target.output_device, "dtype": self.target.output_dtype}
-        tokens, labels, hidden_size = batch.num_tokens, len(batch.label_positions), self.drafter_config.hidden_size
-        return TargetFeatures(
-            torch.full((tokens, len(self.target.layer_ids) * hidden_size), torch.nan, **where),
-            torch.zeros(labels, dtype=torch.long, device=self.target.output_device),
-            torch.full((labels, hidden_size), torch.nan, **where),
-        )
-
     # ---- Metrics ----
 
     def _new_sums(self) -> Sums:
@@ -419,7 +293,7 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
     @torch.no_grad()
     def _add_train_metrics(self, batch: BlockBatch, loss, correct: torch.Tensor, kept_blocks: torch.Tensor) -> None:
         sums = self._step_sums
-        sums["loss"] += loss.detach()
+        sums["loss"] += _finite_or_zero(loss.detach())
         counted = batch.supervised & kept_blocks[:, None]
         sums["correct"] += (correct & counted).sum(0)
         sums["supervised"] += counted.sum(0)
@@ -445,7 +319,24 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
             # Counted by one rank, so that the figure survives another number of processes.
             self._step_sums["steps"] += self.args.process_index == 0
             add_sums(self._train_sums, self._step_sums)
-        return loss
+        return _finite_or_zero(loss)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Lets the optimizer pass over a step whose gradients are not finite; the host does not learn of it."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(grad_norm, torch.Tensor) and self.accelerator.scaler is None:
+            norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+            is_lost = ~torch.isfinite(norm)
+            self._train_sums["skipped_steps"] += is_lost & (self.args.process_index == 0)
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                # Fused optimizers read on the device what a gradient scaler would tell them.
+                optimizer.found_inf = is_lost.to(torch.float32)
+            else:
+                gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                for gradient in gradients:
+                    gradient.masked_fill_(is_lost, 0)
+        return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what was summed since the last log: accuracy, the mean over anchors, tokens.
@@ -465,6 +356,8 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
             logs["padding_waste"] = 1 - ratio(sums["tokens"], sums["padded_tokens"]) if sums["padded_tokens"] else 0.0
             if sums["skipped_blocks"] > 0:
                 logs["skipped_nonfinite_blocks"] = int(sums["skipped_blocks"])
+            if sums["skipped_steps"] > 0:
+                logs["skipped_nonfinite_steps"] = int(sums["skipped_steps"])
             logs |= self._step_times.figures(sums)
         super().log(logs, start_time)
 
@@ -588,3 +481,8 @@ class DFlashTrainer(HeldOutEvaluation, HubPublishing, Trainer):
                 write_native_form(folder, drafter.config, weights)
             else:
                 copy_custom_generate(folder)
+
+
+def _finite_or_zero(loss: torch.Tensor) -> torch.Tensor:
+    """One bad step must not make the mean of a window NaN; it is counted apart."""
+    return torch.where(torch.isfinite(loss), loss, 0)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_drafters import BLOCK_SIZE, MASK_TOKEN_ID, TARGET_LAYER_IDS, make_drafter, make_rows
 from tiny_models import make_target
 from tiny_training import GradientRecorder, make_dataset, make_trainer, relative_difference
-from transformers import AutoModel
+from transformers import AutoModel, TrainerCallback
 from transformers.training_args import ParallelMode
 
 from hf_dflash import DFlashForSpeculation, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
@@ -492,3 +492,42 @@ def test_datasets_without_rows_or_columns_are_refused_by_name(tmp_path):
     trainer.train_dataset = None
     with pytest.raises(ValueError, match="train_dataset"):
         trainer.get_train_dataloader()
+
+
+# ---- Steps that are lost ----
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
+def test_a_step_with_gradients_that_are_not_finite_changes_no_weight_and_is_counted(optim, tmp_path):
+    class Watch(TrainerCallback):
+        def __init__(self):
+            self.weights = []
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            self.weights.append(weights_of(model))
+
+    watch = Watch()
+    trainer = make_trainer(tmp_path, max_steps=4, optim=optim, callbacks=[watch], logging_steps=2)
+    weight = trainer.model.layers[0].mlp.up_proj.weight
+    weight.register_hook(lambda gradient: gradient * (torch.nan if trainer.state.global_step == 2 else 1))
+    trainer.train()
+    same = [
+        all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(watch.weights, watch.weights[1:], strict=False)
+    ]
+    assert same == [False, True, False]
+    assert all(torch.isfinite(tensor).all() for tensor in watch.weights[-1].values())
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry.get("skipped_nonfinite_steps") for entry in logs] == [None, 1]
+    assert all(math.isfinite(entry["loss"]) for entry in logs)
+
+
+# ---- Compiled layers ----
+
+
+def test_layers_of_target_and_drafter_are_compiled_only_if_asked_for_on_a_cpu(tmp_path):
+    for value, wanted in (("auto", False), ("on", True), ("off", False)):
+        trainer = make_trainer(tmp_path, compile_layers=value, targets_per_process=2)
+        assert {layer.compile_options is not None for layer in trainer.model.layers} == {wanted}
+        for target in trainer.targets:
+            assert {hasattr(layer.forward, "uncompiled") for layer in target.decoder.layers} == {wanted}
