@@ -22,6 +22,7 @@ COMMANDS = {
     "check": ("hf_dflash.data.checks", "main", "report on a tokenized dataset, and refuse a useless one"),
     "plan": ("hf_dflash.training.plan", "main", "devices, memory and balance of a training run, before it loads"),
     "train": ("hf_dflash.training.run", "main", "train a drafter"),
+    "monitor": ("hf_dflash.monitor.server", "main", "the live page of a training run"),
     "evaluate": ("hf_dflash.evaluation.benchmark", "main", "acceptance length and speed against plain decoding"),
     "export": ("hf_dflash.hub.layouts", "main_export", "write the layout that serving engines read"),
     "import": ("hf_dflash.hub.layouts", "main_import", "read a drafter in another project's layout"),

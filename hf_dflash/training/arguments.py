@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """The options of a training run."""
 
+import os
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -81,6 +82,24 @@ class DFlashTrainingArguments(TrainingArguments):
         acceptance_steps (`int`, *optional*, defaults to 0):
             Decode a few held-out prompts every so many steps, and compare with the simulated figure. 0 for never.
 
+        > Parameters that control what is told about the run
+
+        run_log (`bool`, *optional*, defaults to `True`):
+            Write `run_log.jsonl` into `output_dir`, which `hf-dflash monitor` shows.
+        alert_webhook (`str`, *optional*):
+            `http://` or `https://` address to which alerts are POSTed as JSON, with a `text` as chat services want it. It is
+            kept out of checkpoints and trackers.
+        alert_grad_norm_factor (`float`, *optional*, defaults to 10):
+            Warn of a gradient norm of so many times the median of the latest 50.
+        alert_acceptance_drop (`float`, *optional*, defaults to 0.15):
+            Warn when the tokens accepted beyond the bonus token fall by this share of the best evaluation.
+        alert_wait_share (`float`, *optional*, defaults to 0.25):
+            Warn when the drafter waits for more than this share of five logs in a row.
+        alert_free_gib (`float`, *optional*, defaults to 10):
+            Warn when less is free where the run is saved, in GiB; two checkpoints must fit in any case.
+        alert_upload_minutes (`float`, *optional*, defaults to 60):
+            Warn when a checkpoint has been on its way to S3 or the Hub for longer.
+
         > Parameters that control what a pushed drafter's card says
 
         target_hub_id (`str`, *optional*):
@@ -98,6 +117,8 @@ class DFlashTrainingArguments(TrainingArguments):
     > - `ddp_find_unused_parameters`: `False`; every parameter takes part in every step.
     > - `logging_steps`: 10.
     > - `metric_for_best_model`: `"eval_acceptance_length"`, greater is better.
+    > - `project`: `"hf_dflash"`; `run_name`: the name of `output_dir`, so that a run that goes on is one run to a tracker.
+    > - `trackio_static_space_id`: `False`; pushing a drafter publishes no page of its training unless this names one.
     """
 
     _VALID_DICT_FIELDS = TrainingArguments._VALID_DICT_FIELDS
@@ -118,6 +139,8 @@ class DFlashTrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Every parameter takes part in every step, so there is nothing to find."}
     )
+
+    project: str = field(default="hf_dflash", metadata={"help": "Name of the project, for trackio."})
 
     token_budget: int = field(
         default=8192,
@@ -211,6 +234,30 @@ class DFlashTrainingArguments(TrainingArguments):
         default=0,
         metadata={"help": "Decode a few held-out prompts every so many steps, beside the simulated figure; 0: never."},
     )
+    run_log: bool = field(
+        default=True, metadata={"help": "Write OUTPUT_DIR/run_log.jsonl, which hf-dflash monitor shows."}
+    )
+    alert_webhook: str | None = field(
+        default=None, metadata={"help": "http(s):// address to which alerts are POSTed as JSON."}
+    )
+    alert_grad_norm_factor: float = field(
+        default=10.0, metadata={"help": "Warn of a gradient norm of so many times the median of the latest 50."}
+    )
+    alert_acceptance_drop: float = field(
+        default=0.15,
+        metadata={"help": "Warn when the tokens accepted beyond the bonus token fall by this share of the best."},
+    )
+    alert_wait_share: float = field(
+        default=0.25,
+        metadata={"help": "Warn when the drafter waits for more than this share of five logs in a row."},
+    )
+    alert_free_gib: float = field(
+        default=10.0,
+        metadata={"help": "Warn when less is free where the run is saved, in GiB; two checkpoints must fit anyway."},
+    )
+    alert_upload_minutes: float = field(
+        default=60.0, metadata={"help": "Warn when a checkpoint has been on its way to S3 or the Hub for longer."}
+    )
     target_hub_id: str | None = field(
         default=None, metadata={"help": "The target's Hub id for the card, where the target is a folder."}
     )
@@ -243,6 +290,21 @@ class DFlashTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`--{name}` is {getattr(self, name)}: it must be at least 1.")
+        for name in (
+            "alert_grad_norm_factor",
+            "alert_acceptance_drop",
+            "alert_wait_share",
+            "alert_free_gib",
+            "alert_upload_minutes",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`--{name}` is {getattr(self, name)}: it must not be negative.")
+        if self.alert_webhook is not None and not self.alert_webhook.startswith(("http://", "https://")):
+            raise ValueError("`--alert_webhook` must be an http:// or https:// address.")
+        if self.run_name is None:
+            self.run_name = os.path.basename(os.path.abspath(self.output_dir)) if self.output_dir else None
+        if self.trackio_static_space_id is None:
+            self.trackio_static_space_id = False
         if self.num_anchors != "auto" and self.num_anchors < 1:
             raise ValueError(f"`--num_anchors` is {self.num_anchors}: it must be at least 1, or auto.")
         if self.anchor_ratio < 0:
@@ -265,3 +327,10 @@ class DFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         # One drafter a process: with several visible GPUs Trainer would wrap it in DataParallel, and the others hold targets.
         self._n_gpu = 1
+
+    def to_dict(self) -> dict:
+        """All options, without secrets: trackers and cards are given these."""
+        options = super().to_dict()
+        if options["alert_webhook"] is not None:
+            options["alert_webhook"] = "<ALERT_WEBHOOK>"
+        return options

@@ -9,9 +9,13 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..decoding.speculative import speculative_generate
+from .decoded_samples import acceptance_by_slot, describe_sample, find_tokenizer
 
 
 logger = logging.get_logger(__name__)
+
+# Replies that the run log keeps in full.
+_NUM_SAMPLES = 2
 
 
 class EpochCheckpointCallback(TrainerCallback):
@@ -44,6 +48,12 @@ class AcceptanceCallback(TrainerCallback):
     ):
         self.trainer, self.every, self.tolerance = trainer, every, tolerance
         self.num_prompts, self.max_new_tokens = num_prompts, max_new_tokens
+        self._tokenizer = None
+        self._decoded: dict = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and args.run_log:
+            self._tokenizer = find_tokenizer(self.trainer)
 
     def on_step_end(self, args, state, control, **kwargs):
         # The other ranks wait at the next step, on the host, which has no time limit.
@@ -53,6 +63,7 @@ class AcceptanceCallback(TrainerCallback):
             with self.trainer.pipeline.exclusive(), self.trainer._step_times.excluded():
                 figures = self.measure()
             self.trainer.log(figures)
+            self.trainer.run_log.add_event("decoded", state.global_step, **self._decoded)
             control.should_log = should_log
 
     @torch.no_grad()
@@ -62,7 +73,7 @@ class AcceptanceCallback(TrainerCallback):
         drafter = trainer.accelerator.unwrap_model(trainer.model)
         was_training = drafter.training
         drafter.eval()
-        lengths, simulated = [], []
+        lengths, simulated, samples = [], [], []
         try:
             for prompt in self._prompts():
                 input_ids = prompt[None].to(trainer.target.device)
@@ -71,8 +82,12 @@ class AcceptanceCallback(TrainerCallback):
                 )
                 lengths += output.acceptance_lengths[0]
                 simulated += trainer.simulate_acceptance(output.sequences[0], len(prompt))
+                if len(samples) < _NUM_SAMPLES:
+                    samples.append(describe_sample(prompt, output, self._tokenizer))
         finally:
             drafter.train(was_training)
+        by_slot = acceptance_by_slot(lengths, drafter.config.block_size)
+        self._decoded = {"samples": samples, "acceptance_by_slot": by_slot}
         figures = {"decoded_acceptance_length": _mean(lengths), "simulated_acceptance_length": _mean(simulated)}
         gap = abs(figures["decoded_acceptance_length"] - figures["simulated_acceptance_length"])
         if gap > self.tolerance * figures["simulated_acceptance_length"]:

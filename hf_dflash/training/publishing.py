@@ -25,6 +25,7 @@ from ..hub.portability import SERVING_ENGINES, find_problems
 from .checkpoint import link_folder
 from .curves import plot_curves
 from .training_record import describe_training
+from .uploads import Uploads
 
 
 logger = logging.get_logger(__name__)
@@ -34,17 +35,24 @@ _STAGING = ".hub_uploads"
 
 
 class BackgroundPushes:
-    """One push after another, in a thread that does not keep the process alive. `Trainer` waits for it where it has to."""
+    """
+    One push after another, in a thread that does not keep the process alive. `Trainer` waits for it where it has to.
 
-    def __init__(self):
+    Args:
+        uploads ([`Uploads`]): is told what is under way.
+    """
+
+    def __init__(self, uploads: Uploads):
+        self.uploads = uploads
         self.jobs: list[Future] = []
         self._waiting: queue.Queue = queue.Queue()
         threading.Thread(target=self._run, name="pushes to the Hub", daemon=True).start()
 
-    def submit(self, push) -> Future:
+    def submit(self, push, name: str) -> Future:
         job = Future()
+        self.uploads.begin(name, "the Hub")
         self.jobs = [job for job in self.jobs if not job.done()] + [job]
-        self._waiting.put((push, job))
+        self._waiting.put((push, job, name))
         return job
 
     def is_done(self) -> bool:
@@ -55,11 +63,14 @@ class BackgroundPushes:
 
     def _run(self) -> None:
         while True:
-            push, job = self._waiting.get()
+            push, job, name = self._waiting.get()
             try:
-                job.set_result(push())
+                commit = push()
+                self.uploads.end(name, "the Hub")
+                job.set_result(commit)
             except Exception as error:  # noqa: BLE001 - a push that fails, for whatever reason, must not end training
                 logger.warning(f"A push to the Hub failed; training goes on. {type(error).__name__}: {error}")
+                self.uploads.end(name, "the Hub", f"{type(error).__name__}: {error}")
                 job.set_exception(error)
 
 
@@ -150,7 +161,7 @@ class HubPublishing:
         push = self._prepare_push(
             Path(self.args.output_dir), commit_message, record, token=token, revision=revision, tags=kwargs.get("tags")
         )
-        return push() if blocking else self._pushes().submit(push)
+        return push() if blocking else self._pushes().submit(push, commit_message)
 
     def publish_checkpoint(self, folder: str) -> None:
         """Pushes a checkpoint in the background, as `hub_strategy` wants it. Training does not wait."""
@@ -167,7 +178,8 @@ class HubPublishing:
         self._pushes().submit(
             self._prepare_push(
                 Path(folder), message, describe_training(self), checkpoint_in_repo=path_in_repo.get(strategy)
-            )
+            ),
+            Path(folder).name,
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -181,7 +193,7 @@ class HubPublishing:
     def _pushes(self) -> BackgroundPushes:
         if self.push_in_progress is None:
             shutil.rmtree(Path(self.args.output_dir, _STAGING), ignore_errors=True)
-            self.push_in_progress = BackgroundPushes()
+            self.push_in_progress = BackgroundPushes(self.uploads)
         return self.push_in_progress
 
     def _serving_revision(self, revision: str | None) -> str | None:

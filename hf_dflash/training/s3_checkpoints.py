@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..object_store import ObjectStore
 from .checkpoint import CHECKPOINT_FILE, check_whole, is_whole, link_folder
+from .uploads import Uploads
 
 
 logger = logging.get_logger(__name__)
@@ -34,11 +35,21 @@ class S3Callback(TrainerCallback):
         store ([`ObjectStore`], *optional*): the service; boto3's own choice by default.
         attempts (`int`, *optional*, defaults to 3): of a whole checkpoint; each request is retried within.
         seconds_between (`float`, *optional*, defaults to 30): before the second attempt, twice as long before each further.
+        uploads ([`Uploads`], *optional*): is told what is under way.
     """
 
-    def __init__(self, uri: str, *, store: ObjectStore | None = None, attempts: int = 3, seconds_between: float = 30):
+    def __init__(
+        self,
+        uri: str,
+        *,
+        store: ObjectStore | None = None,
+        attempts: int = 3,
+        seconds_between: float = 30,
+        uploads: Uploads | None = None,
+    ):
         self.uri, self.attempts, self.seconds_between = uri.rstrip("/"), attempts, seconds_between
         self.store = store if store is not None else ObjectStore()
+        self.uploads = uploads if uploads is not None else Uploads()
         self.failed: dict[str, str] = {}
         self._waiting: queue.Queue[tuple[Path, bool] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -50,7 +61,7 @@ class S3Callback(TrainerCallback):
         self._thread.start()
         for staged in sorted(Path(args.output_dir, _STAGING).glob("*/checkpoint-*")):
             if is_whole(staged):
-                self._waiting.put((staged, True))
+                self._hand_over(staged, is_left_over=True)
             else:
                 shutil.rmtree(staged.parent)
 
@@ -61,7 +72,7 @@ class S3Callback(TrainerCallback):
         # A folder for each save, in their order: the same step is saved again when an evaluation adds to it.
         staged = Path(args.output_dir, _STAGING, f"{time.time_ns():020}", name)
         link_folder(Path(args.output_dir, name), staged)
-        self._waiting.put((staged, False))
+        self._hand_over(staged, is_left_over=False)
 
     def on_train_end(self, args, state, control, **kwargs):
         """Waits for what is under way, and says what has not arrived."""
@@ -73,10 +84,15 @@ class S3Callback(TrainerCallback):
         for name, error in self.failed.items():
             logger.error(f"{name} is not on {self.uri}: {error} It is still in {args.output_dir}.")
 
+    def _hand_over(self, staged: Path, is_left_over: bool) -> None:
+        self.uploads.begin(staged.name, "S3")
+        self._waiting.put((staged, is_left_over))
+
     def _upload_all(self) -> None:
         while (waiting := self._waiting.get()) is not None:
             staged, is_left_over = waiting
             error = self._upload(staged, is_left_over)
+            self.uploads.end(staged.name, "S3", error)
             if error is None:
                 shutil.rmtree(staged.parent, ignore_errors=True)
                 self.failed.pop(staged.name, None)

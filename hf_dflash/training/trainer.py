@@ -47,9 +47,11 @@ from .muon import MuonWithAdamW
 from .plan import check_launch, place_targets_of_this_process
 from .publishing import HubPublishing
 from .resume_contract import check_contract, describe_run, read_contract
+from .run_watch import RunLogCallback, watch_run
 from .s3_checkpoints import S3Callback, fetch_checkpoint
 from .step_times import StepTimes, StepTimesCallback
 from .target_loading import load_targets
+from .uploads import Uploads
 
 
 class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
@@ -163,6 +165,9 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self.model.add_model_tags(self._tag_names)
 
         # 6. Stopping and saving
+        self.run_log = RunLogCallback(self)
+        self.add_callback(self.run_log)
+        self.uploads = Uploads(self.run_log.add_event)
         self._host_group = HostGroup(args.world_size)
         self._stop_signals = StopSignals()
         self._stop_callback = StopCallback()
@@ -175,7 +180,8 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
                 raise ValueError("`--acceptance_steps` decodes held-out prompts: give an `eval_dataset`.")
             self.add_callback(AcceptanceCallback(self, args.acceptance_steps))
         if args.checkpoint_uri:
-            self.add_callback(S3Callback(args.checkpoint_uri))
+            self.add_callback(S3Callback(args.checkpoint_uri, uploads=self.uploads))
+        watch_run(self)
         if isinstance(eval_dataset, dict) and args.metric_for_best_model == BEST_METRIC:
             args.metric_for_best_model = f"eval_{next(iter(eval_dataset))}_acceptance_length"
         if args.push_to_hub:
@@ -467,12 +473,13 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
     _saves_bf16 = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        # The options are saved too, and checkpoints go to places where a token must not.
+        # The options are saved too, and checkpoints go to places where secrets must not.
         token, self.args.hub_token = self.args.hub_token, None
+        webhook, self.args.alert_webhook = self.args.alert_webhook, None
         try:
             super()._save(output_dir, state_dict)
         finally:
-            self.args.hub_token = token
+            self.args.hub_token, self.args.alert_webhook = token, webhook
         drafter = self.accelerator.unwrap_model(self.model)
         if self.args.should_save and isinstance(drafter, PreTrainedModel):
             folder = Path(output_dir or self.args.output_dir)
