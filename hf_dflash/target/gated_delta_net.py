@@ -56,7 +56,7 @@ def prepare_delta_rule(module: nn.Module, hidden_states: torch.Tensor) -> tuple[
     """
     rows, length, _ = hidden_states.shape
     dtype = hidden_states.dtype
-    activation = ACT2FN[module.activation]
+    activation = F.silu if module.activation in ("silu", "swish") else ACT2FN[module.activation]
     widths = (module.key_dim, module.key_dim, module.value_dim)
     projected = module.in_proj_qkv(hidden_states).split(widths, dim=-1)
     weights = module.conv1d.weight.squeeze(1).split(widths)

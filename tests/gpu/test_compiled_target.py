@@ -1,0 +1,93 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""On CUDA: the compiled target against stock transformers, `fla`'s kernels, FP8 products."""
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, make_target
+from torch import nn
+from torch._dynamo.utils import counters
+
+from hf_dflash.target.fp8 import Fp8Linear
+from hf_dflash.target.frozen_target import FrozenTarget
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+IDS = [0, 2, 4]
+# `fla` takes head widths from 16 on.
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+
+
+def make_frozen(kind):
+    if kind == "qwen3_5":
+        pytest.importorskip("fla")
+    overrides = WIDE if kind == "qwen3_5" else {"hidden_size": 128, "head_dim": 32}
+    return FrozenTarget(make_target(kind, torch.bfloat16, **overrides).cuda(), IDS)
+
+
+def make_batch(rows, length):
+    generator = torch.Generator().manual_seed(rows * length)
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    lengths[0] = length
+    return torch.randint(6, VOCAB_SIZE, (rows, length), generator=generator), lengths
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3", "llama"])
+def test_features_are_nearly_those_of_stock_transformers(kind):
+    stock, compiled = make_frozen(kind), make_frozen(kind).compile_layers()
+    for rows, length in ((3, 200), (1, 65), (4, 513)):
+        batch = make_batch(rows, length)
+        positions = torch.arange(int(batch[1].sum()))
+        one, two = (target(*batch, positions, return_label_hidden_states=True) for target in (stock, compiled))
+        for name in ("context_hidden_states", "label_hidden_states"):
+            expected = getattr(one, name).float()
+            error = (getattr(two, name).float() - expected).norm() / expected.norm()
+            assert error < 0.02, name
+        assert (one.label_ids != two.label_ids).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3"])
+def test_nothing_is_compiled_anew_for_other_lengths(kind):
+    target = make_frozen(kind).compile_layers()
+    for rows, length in ((3, 200), (1, 100), (2, 70)):
+        target(*make_batch(rows, length))
+    known = counters["stats"]["unique_graphs"]
+    for index in range(20):
+        target(*make_batch(1 + index % 5, 50 + 37 * index))
+    assert counters["stats"]["unique_graphs"] == known
+
+
+def test_the_host_never_waits_for_the_target():
+    target = make_frozen("qwen3").compile_layers()
+    input_ids, lengths = make_batch(3, 100)
+    positions = torch.arange(20)
+    for wanted in (None, positions):
+        target(input_ids, lengths, wanted)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            target(input_ids, lengths, wanted)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_fp8_products_are_those_of_the_reference_on_the_cpu():
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 512, bias=True).bfloat16()
+    states = torch.randn(2, 37, 256).bfloat16()
+    reduced = Fp8Linear(linear)
+    expected = reduced(states)
+    out = reduced.cuda()(states.cuda()).cpu()
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.02, atol=0.02)
+    error = (expected.float() - linear(states).float()).norm() / linear(states).float().norm()
+    assert error < 0.06
