@@ -169,9 +169,10 @@ class AlertWatch:
     def _check_loss(self, figures) -> dict[str, str | None]:
         if "loss" not in figures:
             return {}
-        skipped = figures.get("skipped_nonfinite_blocks", 0)
+        steps, skipped = figures.get("skipped_nonfinite_steps", 0), figures.get("skipped_nonfinite_blocks", 0)
+        loss = f"{steps:.0f} steps were passed over: loss or gradients are not finite." if steps else None
         return {
-            "loss": None if math.isfinite(figures["loss"]) else f"The loss is {figures['loss']}.",
+            "loss": loss if math.isfinite(figures["loss"]) else f"The loss is {figures['loss']}.",
             "skipped_blocks": f"{skipped:.0f} blocks were left out: their features are not finite."
             if skipped
             else None,

@@ -146,7 +146,7 @@ const PANELS = [
   { id: "learning-rate", title: "Learning rate", format: short, zero: true, lines: () => [["learning_rate", "learning rate"]] },
   { id: "accuracy", title: "Accuracy over slots", format: percent, zero: true, lines: () => [["accuracy", "training"], ["eval_accuracy", "held-out"]] },
   { id: "padding", title: "Padding", format: percent, zero: true, lines: () => [["padding_waste", "share of target tokens"]] },
-  { id: "skipped", title: "Blocks left out as not finite", format: short, zero: true, lines: () => [["skipped_nonfinite_blocks", "blocks"]] },
+  { id: "skipped", title: "Left out as not finite", format: short, zero: true, lines: () => [["skipped_nonfinite_blocks", "blocks"], ["skipped_nonfinite_steps", "steps"]] },
 ];
 
 function drawPanels() {
