@@ -4,7 +4,8 @@
 
 Four phases; each reads what the one before left in `--work`, and is skipped or resumed when its output is there:
 
-    python recipes/pocket/make_corpus.py --work .pocket             # corpus.jsonl.gz
+    python recipes/pocket/make_corpus.py --work .pocket             # corpus.jsonl.gz (functions)
+    python recipes/pocket/make_tasks.py  --work .pocket             # tasks.jsonl.gz  (chores)
     python recipes/pocket/train_pocket.py tokenize --work .pocket   # tokenizer/, tokens.npz           (CPU, a minute)
     python recipes/pocket/train_pocket.py train    --work .pocket   # checkpoint.pt, then model/       (one GPU, minutes)
     python recipes/pocket/train_pocket.py generate --work .pocket   # completions_{train,heldout}.jsonl.gz (GPU or CPU)
@@ -45,13 +46,18 @@ MAX_REPEATED_SHARE = 0.4  # of a completion's 4-grams; above it, the completion 
 
 
 def read_corpus(work: Path) -> list[dict]:
-    with gzip.open(work / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    rows = []
+    for name in ("corpus.jsonl.gz", "tasks.jsonl.gz"):
+        with gzip.open(work / name, "rt", encoding="utf-8") as file:
+            rows += [json.loads(line) for line in file]
+    for row in rows:
+        row.setdefault("answer", f"```python\n{row.get('code')}\n```")
+    return rows
 
 
 def conversation(row: dict) -> list[dict]:
     thinking = row["plan"] if row["thinks"] else ""
-    answer = {"role": "assistant", "reasoning_content": thinking, "content": f"```python\n{row['code']}\n```"}
+    answer = {"role": "assistant", "reasoning_content": thinking, "content": row["answer"]}
     return [{"role": "user", "content": row["question"]}, answer]
 
 
@@ -68,9 +74,7 @@ def train_tokenizer(rows: list[dict]):
         initial_alphabet=sorted(_byte_alphabet()),
         show_progress=True,
     )
-    bare.train_from_iterator(
-        (f"{row['question']}\n{row['plan']}\n{row['code']}\n```python\n" for row in rows), trainer
-    )
+    bare.train_from_iterator((f"{row['question']}\n{row['plan']}\n{row['answer']}\n" for row in rows), trainer)
     state = json.loads(bare.to_str())["model"]
     tokenizer = Qwen3_5Tokenizer(
         vocab=state["vocab"],
@@ -475,7 +479,7 @@ def main() -> None:
     parser.add_argument("phase", choices=["tokenize", "train", "generate", "export"])
     parser.add_argument("--work", type=Path, required=True, help="folder with the corpus and the tokens")
     parser.add_argument("--out", type=Path, help="folder for the trained model and completions (default: --work)")
-    parser.add_argument("--minutes", type=float, default=5.4, help="wall-clock length of the training schedule")
+    parser.add_argument("--minutes", type=float, default=2.9, help="wall-clock length of the training schedule")
     parser.add_argument("--max_steps", type=int, help="a schedule of so many steps instead of --minutes")
     parser.add_argument("--batch_tokens", type=int, default=65536)
     parser.add_argument("--eval_batches", type=int, default=10)

@@ -4,6 +4,9 @@
 
 import gzip
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +145,29 @@ def test_shipped_completions_are_the_greedy_ones_of_the_shipped_weights(tokenize
         assert torch.equal(best.indices[:end, 0], completion[:end]), row["id"]
         checked += end
     assert checked > 500
+
+
+@pytest.fixture(scope="module")
+def chores(tmp_path_factory):
+    work = tmp_path_factory.mktemp("chores")
+    command = [sys.executable, str(POCKET / "make_tasks.py"), "--work", str(work), "--rows", "1500"]
+    subprocess.run(command, check=True, capture_output=True)
+    with gzip.open(work / "tasks.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_a_chore_is_in_one_split_and_its_question_says_what_its_answer_needs(chores):
+    assert len({row["question"] for row in chores}) == len(chores)
+    assert {row["split"] for row in chores} == {"train", "prompts", "heldout"}
+    assert len({row["source"] for row in chores}) == 16
+    for row in (row for row in chores if row["source"].endswith(("sql_table", "data_class", "command_line"))):
+        fields = re.findall(r"(\w+) \((str|int|float|bool)\)", row["question"])
+        assert fields and all(name in row["answer"] for name, _ in fields)
+
+
+def test_the_shipped_answers_to_chores_are_what_the_target_wrote_not_the_corpus(parts, chores):
+    """A chore's own answer would be no completion of the target: some differ."""
+    written = {row["id"]: row["messages"][1]["content"] for rows in parts.values() for row in rows}
+    asked = [row for row in chores if row["id"] in written]
+    right = [row["answer"].strip() == written[row["id"]].strip() for row in asked]
+    assert len(asked) > 30 and 0.5 < sum(right) / len(right) < 1
