@@ -9,6 +9,9 @@ Measured in one run, on the same generated rows:
 
 - `tokenize_completions` with 1 worker and with 2, on all rows and on a quarter of them; what all rows cost beyond a quarter
   of them is free of start-up (imports and the tokenizer in each process);
+- two runs with 1 worker each at the same time, on half of the rows each: processes that know nothing of one another. What they
+  do together is the most that a second core of this machine can give (shared caches and memory, hyperthreads, other users),
+  so 2 workers are compared with them;
 - the usual way, on a few thousand rows: per row, `apply_chat_template` over the prompt and over the whole conversation,
   the mask from the difference, `Dataset.from_generator`.
 
@@ -21,6 +24,7 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,34 +75,51 @@ def write_rows(path: Path, count: int, words_per_reply: int) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def run_ours(source: str, target: str, workers: int) -> dict:
-    """One run in processes of its own, with what they took together."""
+def run_ours(sources: list[str], target: str, workers: int) -> dict:
+    """A run for each source, all at the same time and in processes of their own, with what they took together."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--target", target, "--child", source, folder, str(workers)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
+        processes = []
+        for number, source in enumerate(sources):
+            output = Path(folder, str(number))
+            output.mkdir()
+            command = [sys.executable, __file__, "--target", target, "--child", source, str(output), str(workers)]
+            # Each waits for a line before it tokenizes, so that they begin together.
+            processes.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+                )
+            )
         peak, cpu = 0, {}
 
         def watch():
             nonlocal peak
-            while process.poll() is None:
+            while any(process.poll() is None for process in processes):
                 memory = 0
-                for pid, memory_of_process, seconds in processes_of(process.pid):
-                    memory += memory_of_process
-                    cpu[pid] = seconds
+                for process in processes:
+                    for pid, memory_of_process, seconds in processes_of(process.pid):
+                        memory += memory_of_process
+                        cpu[pid] = seconds
                 peak = max(peak, memory)
                 time.sleep(0.25)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        output, _ = process.communicate()
+        for process in processes:
+            process.stdout.readline()
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        outputs = [process.communicate()[0] for process in processes]
         watcher.join()
-        if process.returncode:
-            raise SystemExit(f"{command} failed")
-    result = json.loads(output.splitlines()[-1])
+        if any(process.returncode for process in processes):
+            raise SystemExit(f"tokenizing {', '.join(sources)} failed")
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
     return {
-        **result,
-        "workers": workers,
-        "cpu_seconds": sum(cpu.values()) - result.pop("start_cpu"),
+        "rows": sum(result["rows"] for result in results),
+        "tokens": sum(result["tokens"] for result in results),
+        "seconds": max(result["seconds"] for result in results),
+        "workers": workers * len(sources),
+        "cpu_seconds": sum(cpu.values()) - sum(result["start_cpu"] for result in results),
         "peak_bytes": peak,
     }
 
@@ -124,6 +145,10 @@ def child(source: str, target: str, folder: str, workers: int) -> None:
     from hf_dflash.data.tokenization import tokenize_completions
 
     tokenizer = load_tokenizer(target)
+    import datasets  # noqa: F401
+
+    print("ready", flush=True)
+    sys.stdin.readline()
     start_cpu, start = time.process_time(), time.perf_counter()
     options = {"num_workers": workers, "gates": None, "disable_tqdm": True}
     dataset = tokenize_completions(source, tokenizer, Path(folder, "dataset"), **options)
@@ -170,6 +195,10 @@ def beyond(more: dict, less: dict, time_of: str) -> float:
     return (more["tokens"] - less["tokens"]) / (more[time_of] - less[time_of])
 
 
+def median_of(runs: list[dict]) -> dict:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
 def rates(run: dict) -> str:
     return (
         f"{run['rows'] / run['seconds']:>9,.0f} {run['tokens'] / run['seconds']:>11,.0f} "
@@ -181,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", required=True, help="folder with a tokenizer and its chat template")
     parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--repeats", type=int, default=1, help="of all runs, in turn; medians are taken (%(default)s)")
     parser.add_argument("--words", type=int, default=150, help="median words of a reply (%(default)s)")
     parser.add_argument("--output", help="write the results there as JSON")
     parser.add_argument("--child", nargs=3, metavar=("SOURCE", "FOLDER", "WORKERS"), help=argparse.SUPPRESS)
@@ -192,28 +222,40 @@ def main() -> None:
         return
 
     with tempfile.TemporaryDirectory() as folder:
-        everything, quarter = (str(Path(folder, name)) for name in ("all.jsonl", "quarter.jsonl"))
-        write_rows(Path(everything), arguments.rows, arguments.words)
-        write_rows(Path(quarter), arguments.rows // 4, arguments.words)
-        runs = {
-            "1 worker, a quarter of the rows": run_ours(quarter, arguments.target, 1),
-            "1 worker": run_ours(everything, arguments.target, 1),
-            "2 workers, a quarter of the rows": run_ours(quarter, arguments.target, 2),
-            "2 workers": run_ours(everything, arguments.target, 2),
+        files = {}
+        for share in (1, 2, 4, 8):
+            files[share] = str(Path(folder, f"{share}.jsonl"))
+            write_rows(Path(files[share]), arguments.rows // share, arguments.words)
+        everything = files[1]
+        plans = {
+            "1 worker, a quarter of the rows": ([files[4]], 1),
+            "1 worker": ([files[1]], 1),
+            "2 workers, a quarter of the rows": ([files[4]], 2),
+            "2 workers": ([files[1]], 2),
+            "2 runs apart, a quarter of the rows": ([files[8]] * 2, 1),
+            "2 runs apart": ([files[2]] * 2, 1),
         }
+        repeats = {name: [] for name in plans}
+        for number in range(arguments.repeats):
+            for name, (sources, workers) in plans.items():
+                repeats[name].append(run_ours(sources, arguments.target, workers))
+                print(f"repeat {number + 1}, {name}: {repeats[name][-1]['seconds']:.1f} s", file=sys.stderr)
+        runs = {name: median_of(found) for name, found in repeats.items()}
         usual = run_usual_way(everything, arguments.target)
 
     tokenizer = load_tokenizer(arguments.target)
-    one, one_less, two, two_less = (
-        runs[f"{workers}{part}"] for workers in ("1 worker", "2 workers") for part in ("", ", a quarter of the rows")
+    one, one_less, two, two_less, apart, apart_less = (
+        runs[f"{workers}{part}"]
+        for workers in ("1 worker", "2 workers", "2 runs apart")
+        for part in ("", ", a quarter of the rows")
     )
     print(
         f"{type(tokenizer).__name__}, {len(tokenizer)} ids; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    print(f"{'':<34}{'rows':>9}{'rows/s':>10}{'tokens/s':>12}{'tokens/CPU-s':>14}{'peak memory':>12}")
+    print(f"{'':<36}{'rows':>9}{'rows/s':>10}{'tokens/s':>12}{'tokens/CPU-s':>14}{'peak memory':>12}")
     for name, run in runs.items():
-        print(f"{name:<34}{run['rows']:>9,} {rates(run)} {run['peak_bytes'] / 2**20:>8,.0f} MiB")
-    print(f"{'the usual way, 1 process':<34}{usual['rows']:>9,} {rates(usual)}")
+        print(f"{name:<36}{run['rows']:>9,} {rates(run)} {run['peak_bytes'] / 2**20:>8,.0f} MiB")
+    print(f"{'the usual way, 1 process':<36}{usual['rows']:>9,} {rates(usual)}")
 
     rate = beyond(one, one_less, "cpu_seconds")
     scaling = beyond(two, two_less, "cpu_seconds") / rate
@@ -225,13 +267,19 @@ def main() -> None:
         "ratio to the reference run's worker (37.5K tokens/s)": rate / REFERENCE_RATE,
         "speed-up of 2 workers by the clock, beyond start-up": beyond(two, two_less, "seconds")
         / beyond(one, one_less, "seconds"),
+        "the same of 2 runs apart: what the machine's second core gives": beyond(apart, apart_less, "seconds")
+        / beyond(one, one_less, "seconds"),
+        "ratio of 2 workers to 2 runs apart by the clock": beyond(two, two_less, "seconds")
+        / beyond(apart, apart_less, "seconds"),
+        "ratio of 2 workers to 2 runs apart by CPU time": beyond(two, two_less, "cpu_seconds")
+        / beyond(apart, apart_less, "cpu_seconds"),
         "peak memory of 1 worker, all rows to a quarter of them": one["peak_bytes"] / one_less["peak_bytes"],
         "peak memory of 2 workers, all rows to a quarter of them": two["peak_bytes"] / two_less["peak_bytes"],
         "reference job on 128 workers, seconds (extrapolated)": seconds,
     }
     print()
     for name, value in summary.items():
-        print(f"{name:<60}{value:>12,.2f}")
+        print(f"{name:<66}{value:>12,.2f}")
     print(
         f"\nExtrapolation: {REFERENCE_TOKENS / 1e9:.2f}B tokens / ({REFERENCE_WORKERS} workers x {rate:,.0f} tokens per CPU-second "
         f"x {scaling:.2f}, what stays of it with a second worker). Workers share nothing but the list of units, so the "
@@ -245,6 +293,7 @@ def main() -> None:
             "summary": summary,
             "load": os.getloadavg(),
             "cores": os.cpu_count(),
+            "repeats": arguments.repeats,
         }
         result["tokenizer"] = {"class": type(tokenizer).__name__, "size": len(tokenizer)}
         Path(arguments.output).write_text(json.dumps(result, indent=1) + "\n")
