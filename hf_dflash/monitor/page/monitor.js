@@ -218,7 +218,10 @@ function lineContent(panel, names) {
     for (const one of all) {
       const i = nearest(one.x, step);
       if (at === null || Math.abs(one.x[i] - step) < Math.abs(at - step)) at = one.x[i];
-      const spread = one.low && one.low[i] < one.high[i] ? `  (${panel.format(one.low[i])} to ${panel.format(one.high[i])})` : "";
+      // A pixel holds several points of a long run.
+      const here = one.low ? one.x.map((_, j) => j).filter((j) => Math.abs(x(one.x[j]) - x(one.x[i])) <= 1.5) : [];
+      const low = Math.min(...here.map((j) => one.low[j])), high = Math.max(...here.map((j) => one.high[j]));
+      const spread = low < high ? `  (${panel.format(low)} to ${panel.format(high)})` : "";
       rows.push([one.color, `${one.text} ${panel.format(one.y[i])}${spread}`]);
     }
     return { title: `step ${at.toLocaleString("en")}`, rows, x: x(at) };
