@@ -48,7 +48,7 @@ class Fp8Linear(nn.Module):
             # The same numbers where there is no FP8 arithmetic.
             out = ((states.float() * scales) @ (self.weight.float() * self.scales).t()).to(dtype)
         if self.bias is not None:
-            out = out + self.bias
+            out = out + self.bias.to(dtype)
         return out.view(*hidden_states.shape[:-1], self.out_features)
 
 

@@ -64,6 +64,19 @@ def test_labels_and_their_hidden_states_come_on_demand_only(tiny_qwen3):
     assert features.label_ids.shape == (2,) and features.label_hidden_states is None
 
 
+def test_layers_behind_the_last_captured_one_run_for_labels_only(tiny_qwen3):
+    target = FrozenTarget(tiny_qwen3, [0, 2])
+    ran = []
+    handle = tiny_qwen3.get_decoder().layers[3].register_forward_hook(lambda *args: ran.append(args))
+    batch = make_batch()
+    features = target(*batch)
+    assert not ran
+    again = target(*batch, torch.tensor([1]))
+    handle.remove()
+    assert len(ran) == 1
+    assert torch.equal(features.context_hidden_states, again.context_hidden_states)
+
+
 def test_the_head_runs_at_the_asked_positions_only_and_once_for_each(tiny_qwen3, monkeypatch):
     target = FrozenTarget(tiny_qwen3, IDS)
     input_ids, lengths = make_batch()

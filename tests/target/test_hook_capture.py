@@ -94,6 +94,32 @@ def test_a_forward_that_is_stopped_half_way_leaves_no_mixture_of_old_and_new(tin
             _ = capture.features
 
 
+def test_a_pass_can_end_behind_the_last_captured_layer(tiny_qwen3):
+    ran = []
+    handles = [
+        layer.register_forward_hook(lambda *args, index=index: ran.append(index))
+        for index, layer in enumerate(tiny_qwen3.get_decoder().layers)
+    ]
+    input_ids = torch.randint(6, VOCAB_SIZE, (2, 7))
+    with torch.no_grad():
+        with HookCapture(tiny_qwen3, [0, 2]) as capture:
+            tiny_qwen3(input_ids)
+        whole, ran_whole = capture.features, ran.copy()
+        ran.clear()
+        with capture.stop_early():
+            tiny_qwen3(input_ids)
+            raise AssertionError("not reached")
+        assert all(torch.equal(a, b) for a, b in zip(capture.features, whole, strict=True))
+        # Layer 2's own hook here stands before the one that ends the pass.
+        assert ran_whole == [0, 1, 2, 3, 4, 5] and ran == [0, 1, 2]
+        ran.clear()
+        with capture.stop_early(False):
+            tiny_qwen3(input_ids)
+        assert ran == ran_whole
+    for handle in handles:
+        handle.remove()
+
+
 def test_hooks_are_gone_after_an_error(tiny_qwen3):
     with pytest.raises(ZeroDivisionError), HookCapture(tiny_qwen3, [1]):
         _ = 1 / 0

@@ -15,7 +15,7 @@ from transformers import (
     PhiForCausalLM,
 )
 
-from hf_dflash.target.language_head import LanguageHead
+from hf_dflash.target.language_head import LanguageHead, split_rows
 
 
 SIZES = {
@@ -100,3 +100,24 @@ def test_nothing_is_copied_where_nothing_changes_and_no_gradient_reaches_the_tar
 def test_a_model_without_a_head_is_refused_with_the_class_to_load(tiny_llama):
     with pytest.raises(ValueError, match="AutoModelForCausalLM"):
         LanguageHead.from_model(AutoModel.from_config(tiny_llama.config))
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "heights"),
+    [
+        (0, 5, []),
+        (7, 3, [3, 3, 1]),
+        (7, 0, [1] * 7),
+        (300, 1000, [300]),
+        (7680, 4324, [3840, 3840]),
+        (1000, 400, [384, 384, 232]),
+        # Not 256 + 44, and no more than what is allowed.
+        (300, 280, [256, 44]),
+        (260, 130, [130, 130]),
+    ],
+)
+def test_rows_are_split_into_nearly_equal_pieces_of_whole_tiles(rows, most, heights):
+    states = torch.arange(rows)[:, None]
+    pieces = split_rows(states, most)
+    assert [len(piece) for piece in pieces] == heights
+    assert not pieces or torch.equal(torch.cat(pieces), states)

@@ -1,0 +1,117 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The compiled target, by a backend that runs the captured graphs as they are."""
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, make_target
+from torch._dynamo.utils import counters
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from hf_dflash.target.compiled_layers import compile_decoder
+from hf_dflash.target.frozen_target import FrozenTarget
+from hf_dflash.target.gated_delta_net import causal_convolution, is_gated_delta_net
+
+
+pytestmark = pytest.mark.compat
+
+IDS = [0, 2, 4]
+
+
+@torch.compiler.disable
+def delta_rule(query, key, value, *, g, beta, use_qk_l2norm_in_kernel):
+    """`fla`'s kernel as transformers writes it out, with a key head for several value heads, and strides as `fla` has them."""
+    repeats = value.shape[2] // query.shape[2]
+    query, key = (states.repeat_interleave(repeats, dim=2) for states in (query, key))
+    states, last = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+        query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
+    return states.contiguous(), last
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def count_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def make_batch(rows: int, length: int):
+    generator = torch.Generator().manual_seed(rows * length)
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    lengths[0] = length
+    return torch.randint(6, VOCAB_SIZE, (rows, length), generator=generator), lengths
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_features_and_labels_are_those_of_stock_layers_and_other_lengths_share_the_code(kind):
+    stock, target = FrozenTarget(make_target(kind), IDS), FrozenTarget(make_target(kind), IDS)
+    assert compile_decoder(target.decoder, backend="eager", delta_rule=delta_rule)
+    shapes = [(3, 17), (1, 33), (5, 40), (2, 9), (1, 21), (4, 70), (2, 100)]
+    for index, shape in enumerate(shapes):
+        batch = make_batch(*shape)
+        positions = torch.arange(int(batch[1].sum()))
+        result, expected = (t(*batch, positions, return_label_hidden_states=True) for t in (target, stock))
+        for name in ("context_hidden_states", "label_hidden_states"):
+            one, two = getattr(result, name), getattr(expected, name)
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-4 * float(two.abs().max()))
+        assert (result.label_ids != expected.label_ids).float().mean() < 0.02
+        if index == 1:
+            known = count_graphs()
+            assert known > 0
+    # One row or several; the length does not matter.
+    assert count_graphs() == known
+
+
+def test_a_compiled_target_decodes_as_before():
+    model = make_target("qwen3_5")
+    prompt = torch.randint(6, VOCAB_SIZE, (1, 9))
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    compile_decoder(model.get_decoder(), backend="eager", delta_rule=delta_rule)
+    forwards = []
+    for layer in model.get_decoder().layers:
+        layer.register_forward_hook(lambda *args: forwards.append(torch.compiler.is_compiling()))
+        mixer = getattr(layer, "linear_attn", None)
+        if mixer is not None:
+            mixer.in_proj_z.register_forward_hook(lambda *args: forwards.append(torch.compiler.is_compiling()))
+    assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+    assert forwards and not any(forwards)
+
+
+def test_without_fla_mixers_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr("hf_dflash.target.compiled_layers.load_delta_rule", lambda: None)
+    target = FrozenTarget(make_target("qwen3_5"), IDS)
+    batch = make_batch(2, 12)
+    expected = target(*batch)
+    target.compile_layers(backend="eager")
+    torch.testing.assert_close(target(*batch).context_hidden_states, expected.context_hidden_states, rtol=0, atol=1e-4)
+
+
+def test_a_second_time_and_spread_over_devices_nothing_is_compiled(caplog):
+    decoder = make_target("qwen3").get_decoder()
+    assert compile_decoder(decoder, backend="eager")
+    assert not compile_decoder(decoder, backend="eager")
+    spread = make_target("qwen3").get_decoder()
+    spread.layers[1]._hf_hook = object()
+    assert not compile_decoder(spread, backend="eager")
+    assert "several devices" in caplog.text
+
+
+def test_only_mixers_with_all_parts_of_qwen3_5_are_taken_for_one():
+    layers = make_target("qwen3_5").get_decoder().layers
+    assert is_gated_delta_net(layers[0].linear_attn)
+    assert not is_gated_delta_net(layers[2].self_attn) and not is_gated_delta_net(layers[0].mlp)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_causal_convolution_is_torchs_that_looks_back_only(with_bias):
+    states, weight = torch.randn(2, 11, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    bias = torch.randn(6, dtype=torch.float64) if with_bias else None
+    out = causal_convolution(states, weight, bias)
+    expected = torch.nn.functional.conv1d(states.transpose(1, 2), weight[:, None], bias, padding=3, groups=6)
+    torch.testing.assert_close(out, expected[..., :11].transpose(1, 2), rtol=0, atol=1e-12)
+    assert causal_convolution(states.bfloat16(), weight.bfloat16(), None).dtype == torch.float32
