@@ -58,6 +58,9 @@ class DFlashTrainingArguments(TrainingArguments):
         compile_layers (`str`, *optional*, defaults to `"auto"`):
             Whether layers of target and drafter are compiled one by one: `"on"`, `"off"`, or on CUDA. `torch_compile` would
             compile whole models, which takes minutes and gains nothing.
+        target_fp8 (`bool`, *optional*, defaults to `False`):
+            Whether the target's large matrices are in FP8: faster, half the memory, and a few labels change. It takes compute
+            capability 8.9.
         target_devices (`str`, *optional*):
             `"same"`, or a comma-separated list; devices joined by `+` share one target. See [`place_targets`].
         targets_per_process (`int`, *optional*, defaults to 1):
@@ -200,6 +203,10 @@ class DFlashTrainingArguments(TrainingArguments):
             "help": "Compile layers of target and drafter one by one: on, off, or auto: on CUDA.",
             "choices": list(SWITCHES),
         },
+    )
+    target_fp8: bool = field(
+        default=False,
+        metadata={"help": "The target's large matrices in FP8: faster, half the memory, and a few labels change."},
     )
     target_devices: str | None = field(
         default=None,

@@ -139,6 +139,9 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self.target = self.targets[0].serve(args.device, feature_dtype)
         for one in self.targets[1:]:
             one.output_device, one.output_dtype = self.target.output_device, self.target.output_dtype
+        if args.target_fp8:
+            for one in self.targets:
+                one.quantize_to_fp8()
         if args.compile_layers == "on" or (args.compile_layers == "auto" and args.device.type == "cuda"):
             getattr(model, "get_base_model", lambda: model)().compile_layers()
             for one in self.targets:
