@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dflash.drafter.losses import LOSS_TYPES, compute_dflash_loss, dpace_weights, position_weights
+from hf_dflash.drafter import losses
+from hf_dflash.drafter.losses import (
+    LOSS_TYPES,
+    compute_dflash_loss,
+    default_implementation,
+    dpace_weights,
+    position_weights,
+)
 from hf_dflash.target.language_head import LanguageHead
 
 
@@ -254,6 +261,29 @@ def test_softmax_of_a_bfloat16_head_is_in_float32():
     log_probabilities = logits.log_softmax(-1).gather(-1, blocks.labels[..., None]).squeeze(-1)
     weights = position_weights(4, 4.0) * blocks.supervised
     torch.testing.assert_close(loss, -(weights * log_probabilities).sum() / weights.sum(), rtol=1e-6, atol=0)
+
+
+# ---- Implementations ----
+
+
+def test_plain_pytorch_is_used_on_a_cpu():
+    head = make_head(torch.bfloat16)
+    assert all(default_implementation(loss_type, head.weight) == "eager" for loss_type in LOSS_TYPES)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_compiled_form_is_one_graph_with_the_same_numbers(loss_type, monkeypatch):
+    compiled = torch.compile(losses._score, fullgraph=True, dynamic=True, backend="eager")
+    monkeypatch.setattr(losses, "_compiled_score", lambda: compiled)
+    head, blocks = make_head(**HEADS["all"]), Blocks()
+    expected = blocks.compute(head, loss_type, implementation="eager")
+    assert_equal(blocks.compute(head, loss_type, implementation="compiled"), expected)
+
+
+@pytest.mark.parametrize(("implementation", "loss_type"), [("triton", "kl"), ("liger", "ce")])
+def test_an_implementation_that_is_not_there_is_refused(implementation, loss_type):
+    with pytest.raises(ValueError, match="eager, compiled, triton"):
+        Blocks().compute(make_head(), loss_type, implementation=implementation)
 
 
 # ---- Nothing supervised, bad options ----
