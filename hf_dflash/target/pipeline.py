@@ -98,7 +98,7 @@ class FeaturePipeline:
         self.targets = targets
         self.device = targets[0].output_device
         if asynchronous is None:
-            asynchronous = all(target.device != self.device for target in targets)
+            asynchronous = not any(_are_same(target.device, self.device) for target in targets)
         self.is_asynchronous = asynchronous
         self.capacity = depth * len(targets)
         self._slots = [_Slot(self.device) for _ in range(self.capacity + 1)] if asynchronous else []
@@ -186,7 +186,7 @@ class FeaturePipeline:
             raise TargetForwardError(self._describe_failure(ticket, index)) from ticket.error
         if ticket.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(ticket.ready.event)
-        if self._threads or self.targets[index].device != self.device:
+        if self._threads or not _are_same(self.targets[index].device, self.device):
             ticket.times.wait = (begin, Moment(self.device))
         return ticket.features, ticket.times
 
@@ -231,7 +231,7 @@ class FeaturePipeline:
         features = _forward(target, ticket.request)
         end = Moment(target.device)
         ticket.times = FeatureTimes((begin, end))
-        if target.device != self.device:
+        if not _are_same(target.device, self.device):
             features = TargetFeatures(**{name: value.to(self.device) for name, value in _tensors(features)})
             ticket.times.transfers.append((end, Moment(target.device)))
         ticket.features = features
@@ -320,7 +320,7 @@ class _Route:
         if not self.is_cuda:
             return
         # On a device of its own a target's default stream is free, and evaluation, which uses it too, shares its memory.
-        shares = target.device == device
+        shares = _are_same(target.device, device)
         self.compute = torch.cuda.Stream(device) if shares else torch.cuda.default_stream(target.device)
         self.compute.wait_stream(torch.cuda.default_stream(target.device))
         self.sending = receiving if shares else torch.cuda.Stream(target.device)
@@ -379,6 +379,11 @@ class _Route:
                 moved[name].copy_(value, non_blocking=True)
             times.transfers.append((begin, Moment(self.device)))
         return moved
+
+
+def _are_same(one: torch.device, other: torch.device) -> bool:
+    """ "cpu" and "cpu:0", which Accelerate gives a process among several, are one device."""
+    return one.type == other.type and (one.type == "cpu" or one.index == other.index)
 
 
 def _forward(target: FrozenTarget, request: FeatureRequest) -> TargetFeatures:

@@ -90,6 +90,9 @@ def test_a_target_on_the_drafters_device_computes_inline_unless_told_otherwise()
         assert targets[0].begun == []
         pipeline.take()
     assert targets[0].threads == {threading.main_thread()}
+    # As Accelerate names the CPU of one process among several.
+    targets[0].serve("cpu:0", torch.float32)
+    assert not FeaturePipeline(targets).is_asynchronous
     with pytest.raises(ValueError, match="`depth` is 0"):
         FeaturePipeline(targets, depth=0)
 

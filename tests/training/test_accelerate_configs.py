@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT / "recipes" / "accelerate_configs").glob("*.yaml"))
 # Devices of a machine that each file is for.
 DEVICES = {
     "one_process": 2,
-    "two_drafters_two_targets": 4,
+    "two_pairs": 4,
     "same_device": 2,
     "eight_gpus": 8,
     "two_machines": 4,
