@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """On CUDA: steps between two logs wait for no device; targets that compute ahead on streams and devices of their own.
 
-python3 -m pytest -m gpu tests/gpu/test_pipeline.py      # one GPU; two for the rest
+python3 -m pytest -m gpu tests/gpu/test_pipeline_on_cuda.py      # one GPU; two for the rest
 """
 
 import pytest
