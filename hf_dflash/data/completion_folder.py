@@ -11,17 +11,18 @@ The folder that completions are written to: no row is lost or written twice, whe
 After a kill the open shard goes on behind its last whole line. Prompts that failed are tried again by the next run.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from hf_dflash.atomic_files import locked_folder, write_json
 from hf_dflash.object_store import ObjectStore
 
 from .on_policy import Reply
@@ -200,15 +201,11 @@ class CompletionFolder:
         self._uploads: list[tuple[str, Future]] = []
 
     def __enter__(self):
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / ".lock", "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise ValueError(f"Another process is writing completions into {self.path}.") from None
-        self._uploader = ThreadPoolExecutor(1) if self._store else None
-        self._start_or_resume()
+        with ExitStack() as stack:
+            stack.enter_context(locked_folder(self.path, "writing completions into"))
+            self._uploader = ThreadPoolExecutor(1) if self._store else None
+            self._start_or_resume()
+            self._lock = stack.pop_all()
         return self
 
     def __exit__(self, error_type, *_):
@@ -334,7 +331,9 @@ class CompletionFolder:
         if manifest_path.exists():
             self._refuse_other_options(json.loads(manifest_path.read_text()))
         else:
-            names = {item.name for item in self.path.iterdir()} - {".lock", "manifest.json.partial"}
+            names = {item.name for item in self.path.iterdir() if not item.match("manifest.json.*.partial")} - {
+                ".lock"
+            }
             if names:
                 raise ValueError(
                     f"{self.path} holds something else ({', '.join(sorted(names)[:3])}): choose an empty folder."
@@ -389,9 +388,7 @@ class CompletionFolder:
 
     def _write_manifest(self, manifest: dict) -> Path:
         path = self.path / "manifest.json"
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-        os.replace(partial, path)
+        write_json(path, manifest)
         return path
 
     def _refuse_other_options(self, earlier: dict) -> None:

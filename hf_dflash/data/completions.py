@@ -27,8 +27,7 @@ from .completion_folder import CompletionFolder, ReplyLimits
 from .conversations import Conversation, RowSkipped
 from .local_generation import LocalGenerator, LocalSampling, plan_generation_batches
 from .on_policy import PromptConversation, Reply
-from .sources import Source, cut_into_units, list_sources, read_rows
-from .tokenization import parse_line
+from .sources import Source, cut_into_units, list_sources, parse_line, read_rows
 
 
 if TYPE_CHECKING:

@@ -56,10 +56,11 @@ import numpy as np
 import yaml
 from tqdm.auto import tqdm
 
+from hf_dflash.atomic_files import replacing, write_json
+
 from .conversations import ROLES, RowSkipped, read_messages, read_tools
 from .on_policy import PromptConversation
-from .sources import Source, cut_into_units, list_sources, read_rows
-from .tokenization import parse_line
+from .sources import Source, cut_into_units, list_sources, parse_line, read_rows
 
 
 # Permutations of a MinHash: the standard error of the estimated similarity is at most 0.06.
@@ -491,21 +492,17 @@ def build_mixture(
             )
         ]
         chosen.sort(key=lambda place: _digest(mixture.seed, "shuffle", place[0]))
-        partial = output / "prompts.jsonl.partial"
-        with open(partial, "wb") as file:
+        with replacing(output / "prompts.jsonl", "wb") as file:
             for _, offset in chosen:
                 stage.seek(offset)
                 file.write(stage.readline())
-        os.replace(partial, output / "prompts.jsonl")
     manifest = {
         "mixture": asdict(mixture),
         "files": {name: [asdict(file) for file in found] for name, found in files.items()},
         "rows": len(chosen),
         "report": {name: dict(report) for name, report in reports.items()},
     }
-    partial = output / "mixture.json.partial"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(partial, output / "mixture.json")
+    write_json(output / "mixture.json", manifest)
     return manifest
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import IO
 
 from hf_dflash.object_store import ObjectStore, is_object_uri
+
+from .conversations import RowSkipped
 
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
@@ -281,3 +284,36 @@ def _open(uri: str, endpoint_url: str | None) -> IO[bytes]:
 def digest_of(value) -> str:
     """A short digest of anything that JSON can write."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def parse_line(line: bytes | dict) -> dict:
+    """
+    The JSON of one line.
+
+    Raises:
+        [`~data.conversations.RowSkipped`]: the line is not JSON, or holds what no tokenizer can take.
+    """
+    if isinstance(line, dict):
+        return line
+    if len(line) > MAX_LINE_BYTES:
+        raise RowSkipped("line_too_long", f"more than {MAX_LINE_BYTES} bytes")
+    if b"\0" in line:
+        raise RowSkipped("nul_byte")
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowSkipped("bad_utf8", f"byte {error.start + 1} of the line") from None
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowSkipped("bad_json", str(error)[:200]) from None
+    # Half a surrogate pair can only come from an escape.
+    if _SURROGATE_ESCAPE.search(line):
+        try:
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise RowSkipped("lone_surrogate") from None
+    return row
+
+
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")

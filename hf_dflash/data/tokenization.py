@@ -28,29 +28,25 @@ Columns, one row for each assistant turn:
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from hf_dflash.atomic_files import locked_folder, replacing, write_json
 from hf_dflash.object_store import ObjectStore
 
 from . import conversations
-from .chat import ChatRenderer, ChatSample
-from .checks import DatasetGates, DatasetRefused, describe_counts, hash_reply, run_gates
-from .conversations import ROLES, SKIP_REASONS, RowSkipped, TokenizedRow, read_row
-from .sources import MAX_LINE_BYTES, Part, Source, cut_into_units, digest_of, list_sources, read_rows
+from .checks import DatasetGates, DatasetRefused, describe_counts, run_gates
+from .conversations import ROLES
+from .sources import Source, cut_into_units, digest_of, list_sources
+from .unit_tokenization import UnitTokenizer, dataset_features, new_counts, unit_path
 
 
 if TYPE_CHECKING:
@@ -59,13 +55,6 @@ if TYPE_CHECKING:
 
 
 FORMAT_VERSION = 1
-
-# Rows that are read, rendered and tokenized together; their samples are one Arrow record batch.
-_BATCH_ROWS = 256
-_BATCH_BYTES = 4 * 2**20
-
-# `row_id` = source << 44 | line << 12 | turn: unique, and the same however the work was cut and spread.
-_LINE_BITS, _TURN_BITS = 32, 12
 
 
 def tokenize_completions(
@@ -150,7 +139,7 @@ def tokenize_completions(
     }
     _check_options(options)
 
-    with _locked(output_dir):
+    with locked_folder(output_dir, "tokenizing into"):
         manifest = _start_or_resume(output_dir, sources, tokenizer, options, endpoint_url, split)
         if manifest["status"] != "finished":
             _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disable_tqdm)
@@ -166,11 +155,6 @@ def tokenize_completions(
     if upload_to is not None:
         _upload(output_dir, upload_to, endpoint_url, disable_tqdm)
     return dataset
-
-
-def row_origin(row_id: int) -> tuple[int, int, int]:
-    """Source number, line (from 1) and assistant turn (from 0) that a `row_id` was made of."""
-    return row_id >> (_LINE_BITS + _TURN_BITS), (row_id >> _TURN_BITS) % (1 << _LINE_BITS), row_id % (1 << _TURN_BITS)
 
 
 # ---- what the run is: tokenizer, options, manifest
@@ -248,7 +232,7 @@ def _start_or_resume(output_dir, sources, tokenizer, options, endpoint_url, spli
                 f"{output_dir} holds something else ({', '.join(sorted(strangers)[:3])}): choose an empty folder."
             )
         manifest["units"] = [[asdict(part) for part in unit] for unit in cut_into_units(found)]
-        _write_json(path, manifest)
+        write_json(path, manifest)
         return manifest
     differences = _differences(earlier, manifest)
     if differences:
@@ -283,25 +267,6 @@ def _differences(earlier: dict, now: dict) -> list[str]:
     return result
 
 
-@contextmanager
-def _locked(output_dir: Path) -> Iterator[None]:
-    """Keeps a second run out of the folder. The lock goes with the process, however that ends."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with open(output_dir / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"Another process is tokenizing into {output_dir}.") from None
-        yield
-
-
-def _write_json(path: Path, content: Any) -> None:
-    """Writes a file at once: whoever reads it finds the old content or the new one."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
-
-
 # ---- the work: units, in one process or several
 
 
@@ -309,7 +274,7 @@ def _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disab
     from tqdm.auto import tqdm
 
     sizes = [sum(part["end"] - part["start"] for part in unit) for unit in manifest["units"]]
-    todo = [index for index in range(len(sizes)) if not _unit_path(output_dir, index, ".json").exists()]
+    todo = [index for index in range(len(sizes)) if not unit_path(output_dir, index, ".json").exists()]
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), max(1, len(todo)))
     worker = (str(output_dir), manifest, tokenizer, endpoint_url)
     with tqdm(
@@ -338,142 +303,12 @@ def _map_units(todo: list[int], worker: tuple, num_workers: int) -> Iterator[tup
         yield from pool.imap_unordered(_process_unit, todo)
 
 
-class _Worker:
-    """What a process needs to do units of one run."""
-
-    def __init__(
-        self, output_dir: str, manifest: dict, tokenizer: "PreTrainedTokenizerBase", endpoint_url: str | None
-    ):
-        options = manifest["options"]
-        self.output_dir = Path(output_dir)
-        self.sources = [Source(**source) for source in manifest["sources"]]
-        self.units = [[Part(**part) for part in unit] for unit in manifest["units"]]
-        self.endpoint_url = endpoint_url
-        self.roles = {**ROLES, **options["extra_roles"]}
-        self.min_supervised_tokens = options["min_supervised_tokens"]
-        self.tokenizer = tokenizer
-        self.renderer = ChatRenderer(
-            tokenizer,
-            enable_thinking=options["enable_thinking"],
-            chat_template_kwargs=options["chat_template_kwargs"],
-            max_length=options["max_length"],
-            eos_token_ids=options["eos_token_ids"],
-        )
-
-    def process(self, index: int) -> dict:
-        """
-        Does one unit: writes its samples, then its counts (the sign that it is done), and returns the counts.
-        """
-        import pyarrow as pa
-
-        counts = _new_counts()
-        arrow = _unit_path(self.output_dir, index, ".arrow")
-        # The process in the name: workers of a run that was killed may still be at their last unit.
-        partial = _unit_path(self.output_dir, index, f".arrow.{os.getpid()}.partial")
-        partial_skipped = _unit_path(self.output_dir, index, f".skipped.jsonl.{os.getpid()}.partial")
-        schema = dataset_features().arrow_schema
-        with (
-            open(partial, "wb") as file,
-            pa.ipc.new_stream(file, schema) as writer,
-            open(partial_skipped, "w", encoding="utf-8") as self._skipped,
-        ):
-            for batch in self._batches(self.units[index]):
-                samples = self._process_rows(batch, counts)
-                if samples:
-                    writer.write_batch(_record_batch(samples, schema))
-        os.replace(partial, arrow)
-        os.replace(partial_skipped, _unit_path(self.output_dir, index, ".skipped.jsonl"))
-        _write_json(_unit_path(self.output_dir, index, ".json"), counts)
-        return counts
-
-    def _batches(self, unit: list[Part]) -> Iterator[list[tuple[int, int, bytes | dict]]]:
-        """Rows as (source, line, content), some at a time."""
-        batch, size = [], 0
-        for part in unit:
-            for line, content in read_rows(self.sources[part.source], part, endpoint_url=self.endpoint_url):
-                batch.append((part.source, line, content))
-                size += len(content) if isinstance(content, bytes) else 0
-                if len(batch) == _BATCH_ROWS or size > _BATCH_BYTES:
-                    yield batch
-                    batch, size = [], 0
-        if batch:
-            yield batch
-
-    def _process_rows(self, batch: list, counts: dict) -> list[tuple[int, int, ChatSample]]:
-        """The samples of some rows, as (source, row_id, sample); the others are counted and written down."""
-        outcomes = []  # (source, line, what became of each turn)
-        turns = []
-        for source_id, line, content in batch:
-            if isinstance(content, bytes) and not content.strip():
-                counts["blank_lines"] += 1
-                continue
-            try:
-                row = read_row(parse_line(content), self.roles)
-                found = [row] if isinstance(row, TokenizedRow) else self.renderer.turns(row)
-            except RowSkipped as skipped:
-                found = [skipped]
-            except ValueError:
-                raise  # a mistake of the run, which holds for all rows: there is no chat template
-            except Exception as error:
-                raise RuntimeError(
-                    f"{self.sources[source_id].uri}:{line}: an error of ours, not of the row"
-                ) from error
-            outcomes.append((source_id, line, found))
-            turns += [turn for turn in found if not isinstance(turn, RowSkipped)]
-        tokenized = iter(self.renderer.samples(turns))
-
-        samples = []
-        for source_id, line, found in outcomes:
-            counts["rows"] += 1
-            of_source = counts["of_sources"].setdefault(str(source_id), {"rows": 0, "samples": 0})
-            of_source["rows"] += 1
-            results = [turn if isinstance(turn, RowSkipped) else self._check(next(tokenized)) for turn in found]
-            good = [(turn, result) for turn, result in enumerate(results) if isinstance(result, ChatSample)]
-            bad = [(turn, result) for turn, result in enumerate(results) if isinstance(result, RowSkipped)]
-            for turn, sample in good:
-                row_id = (source_id << _LINE_BITS | line) << _TURN_BITS | turn
-                samples.append((source_id, row_id, sample))
-                counts["samples"] += 1
-                of_source["samples"] += 1
-                counts["tokens"] += len(sample.input_ids)
-                counts["supervised_tokens"] += sum(sample.loss_mask)
-                counts["cut"] += sample.is_cut
-                counts["empty_thinking"] += sample.is_thinking_empty
-            if good:
-                counts["rows_used"] += 1
-            for number, (turn, skipped) in enumerate(bad):
-                # A row of which nothing is left counts once; a turn that is left out of a used row counts apart.
-                kind = "turns_skipped" if good else "rows_skipped"
-                if good or number == 0:
-                    counts[kind][skipped.reason] = counts[kind].get(skipped.reason, 0) + 1
-                entry = {
-                    "source": self.sources[source_id].uri,
-                    "line": line,
-                    "turn": turn,
-                    "reason": skipped.reason,
-                    "detail": skipped.detail or SKIP_REASONS[skipped.reason],
-                }
-                counts["first_skipped"].setdefault(skipped.reason, entry)
-                self._skipped.write(json.dumps(entry) + "\n")
-        return samples
-
-    def _check(self, sample: ChatSample | RowSkipped) -> ChatSample | RowSkipped:
-        if isinstance(sample, RowSkipped):
-            return sample
-        supervised = sum(sample.loss_mask)
-        if supervised < self.min_supervised_tokens:
-            return RowSkipped("too_few_supervised", f"{supervised} supervised tokens")
-        if sample.turn >= 1 << _TURN_BITS:
-            return RowSkipped("too_many_turns")
-        return sample
-
-
-_worker: _Worker
+_worker: UnitTokenizer
 
 
 def _start_worker(*arguments) -> None:
     global _worker
-    _worker = _Worker(*arguments)
+    _worker = UnitTokenizer(*arguments)
 
 
 def _start_pool_worker(*arguments) -> None:
@@ -485,127 +320,25 @@ def _process_unit(index: int) -> tuple[int, dict]:
     return index, _worker.process(index)
 
 
-def _new_counts() -> dict:
-    return {
-        "rows": 0,
-        "rows_used": 0,
-        "rows_skipped": {},
-        "turns_skipped": {},
-        "blank_lines": 0,
-        "samples": 0,
-        "tokens": 0,
-        "supervised_tokens": 0,
-        "cut": 0,
-        "empty_thinking": 0,
-        "first_skipped": {},  # reason -> the first row or turn that was skipped for it
-        "of_sources": {},  # source -> its rows and samples
-    }
-
-
-def _unit_path(output_dir: Path, index: int, suffix: str) -> Path:
-    return output_dir / f"unit-{index:05d}{suffix}"
-
-
-def parse_line(line: bytes | dict) -> dict:
-    """
-    The JSON of one line.
-
-    Raises:
-        [`~data.conversations.RowSkipped`]: the line is not JSON, or holds what no tokenizer can take.
-    """
-    if isinstance(line, dict):
-        return line
-    if len(line) > MAX_LINE_BYTES:
-        raise RowSkipped("line_too_long", f"more than {MAX_LINE_BYTES} bytes")
-    if b"\0" in line:
-        raise RowSkipped("nul_byte")
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RowSkipped("bad_utf8", f"byte {error.start + 1} of the line") from None
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RowSkipped("bad_json", str(error)[:200]) from None
-    # Half a surrogate pair can only come from an escape.
-    if _SURROGATE_ESCAPE.search(line):
-        try:
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise RowSkipped("lone_surrogate") from None
-    return row
-
-
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
 # ---- the dataset
-
-
-def dataset_features():
-    """Columns of the dataset, as `datasets.Features`."""
-    from datasets import Features, Sequence, Value
-
-    return Features(
-        {
-            "row_id": Value("int64"),
-            "source_id": Value("int32"),
-            "input_ids": Sequence(Value("int32")),
-            "loss_mask": Sequence(Value("bool")),
-            "length": Value("int32"),
-            "num_supervised": Value("int32"),
-            "reply_hash": Value("int64"),
-            "is_cut": Value("bool"),
-            "is_thinking_empty": Value("bool"),
-        }
-    )
-
-
-def _record_batch(samples: list[tuple[int, int, ChatSample]], schema):
-    import pyarrow as pa
-
-    lengths = np.array([len(sample.input_ids) for _, _, sample in samples], dtype=np.int32)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    input_ids = np.empty(offsets[-1], dtype=np.int32)
-    loss_mask = np.empty(offsets[-1], dtype=bool)
-    hashes = []
-    for (_, _, sample), start, end in zip(samples, offsets[:-1], offsets[1:], strict=True):
-        input_ids[start:end] = sample.input_ids
-        loss_mask[start:end] = sample.loss_mask
-        hashes.append(hash_reply(input_ids[start:end][loss_mask[start:end]]))
-    supervised = np.add.reduceat(loss_mask, offsets[:-1], dtype=np.int32)
-    columns = {
-        "row_id": pa.array([row_id for _, row_id, _ in samples], pa.int64()),
-        "source_id": pa.array([source for source, _, _ in samples], pa.int32()),
-        "input_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(input_ids)),
-        "loss_mask": pa.ListArray.from_arrays(pa.array(offsets), pa.array(loss_mask)),
-        "length": pa.array(lengths),
-        "num_supervised": pa.array(supervised),
-        "reply_hash": pa.array(hashes, pa.int64()),
-        "is_cut": pa.array([sample.is_cut for _, _, sample in samples]),
-        "is_thinking_empty": pa.array([sample.is_thinking_empty for _, _, sample in samples]),
-    }
-    return pa.record_batch([columns[name].cast(schema.field(name).type) for name in schema.names], schema=schema)
 
 
 def _finish(output_dir: Path, manifest: dict) -> dict:
     """Adds up the units and makes the folder a dataset."""
     import datasets
 
-    total = _new_counts()
+    total = new_counts()
     files = []
     for index in range(len(manifest["units"])):
-        counts = json.loads(_unit_path(output_dir, index, ".json").read_text())
+        counts = json.loads(unit_path(output_dir, index, ".json").read_text())
         _add_counts(total, counts)
         if counts["samples"]:
-            files.append(_unit_path(output_dir, index, ".arrow").name)
-    files = files or [_unit_path(output_dir, 0, ".arrow").name]
+            files.append(unit_path(output_dir, index, ".arrow").name)
+    files = files or [unit_path(output_dir, 0, ".arrow").name]
 
-    partial = output_dir / "skipped.jsonl.partial"
-    with open(partial, "wb") as together:
+    with replacing(output_dir / "skipped.jsonl", "wb") as together:
         for index in range(len(manifest["units"])):
-            together.write(_unit_path(output_dir, index, ".skipped.jsonl").read_bytes())
-    os.replace(partial, output_dir / "skipped.jsonl")
+            together.write(unit_path(output_dir, index, ".skipped.jsonl").read_bytes())
 
     manifest = {
         **manifest,
@@ -622,8 +355,8 @@ def _finish(output_dir: Path, manifest: dict) -> dict:
         "_output_all_columns": False,
         "_split": None,
     }
-    _write_json(output_dir / "state.json", state)
-    _write_json(output_dir / "manifest.json", manifest)
+    write_json(output_dir / "state.json", state)
+    write_json(output_dir / "manifest.json", manifest)
     return manifest
 
 

@@ -14,6 +14,8 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hf_dflash.atomic_files import write_json
+
 
 CHECKPOINT_FILE = "dflash_checkpoint.json"
 
@@ -38,22 +40,7 @@ def mark_whole(folder: str | os.PathLike, contract: dict) -> None:
                 os.fsync(file.fileno())
             name = path.relative_to(folder).as_posix()
             sizes[name] = None if name == TRAINER_STATE else path.stat().st_size
-    write_atomically(folder / CHECKPOINT_FILE, json.dumps({"contract": contract, "files": sizes}, indent=2))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers find the old content or the new one, also after a power cut."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_json(folder / CHECKPOINT_FILE, {"contract": contract, "files": sizes})
 
 
 def is_whole(folder: str | os.PathLike) -> bool:

@@ -9,7 +9,8 @@ import pytest
 from tiny_tokenizers import CHATML_TEMPLATE, make_tokenizer
 
 from hf_dflash.data.conversations import SKIP_REASONS
-from hf_dflash.data.tokenization import main, row_origin
+from hf_dflash.data.tokenization import main
+from hf_dflash.data.unit_tokenization import row_origin
 
 
 GOOD = 9000
@@ -174,10 +175,9 @@ def test_a_role_of_the_data_can_be_mapped(target, tmp_path):
 
 
 def test_a_line_that_cannot_be_a_row_is_not_read_into_memory(target, tmp_path, monkeypatch):
-    from hf_dflash.data import sources, tokenization
+    from hf_dflash.data import sources
 
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1000)
-    monkeypatch.setattr(tokenization, "MAX_LINE_BYTES", 1000)
     monkeypatch.setattr(sources, "_READ_BYTES", 64)
     good = chat(user(), assistant())
     for number, end in enumerate((b"\n" + good + b"\n", b"\n", b"")):

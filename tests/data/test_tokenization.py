@@ -7,10 +7,11 @@ import datasets
 import pytest
 from tiny_tokenizers import CHATML_TEMPLATE, THINKING_TEMPLATE, make_tokenizer
 
+from hf_dflash.atomic_files import locked_folder
 from hf_dflash.data import sources as sources_module
-from hf_dflash.data import tokenization as tokenization_module
 from hf_dflash.data.chat import ChatRenderer, render_conversation
-from hf_dflash.data.tokenization import row_origin, tokenize_completions
+from hf_dflash.data.tokenization import tokenize_completions
+from hf_dflash.data.unit_tokenization import row_origin
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_a_hub_dataset_is_a_source(tokenizer, tmp_path, monkeypatch):
 
 def test_a_second_process_is_kept_out_of_the_folder(tokenizer, tmp_path):
     source = write_lines(tmp_path / "a.jsonl", [conversation(1)])
-    with tokenization_module._locked(tmp_path / "out"):
+    with locked_folder(tmp_path / "out", "tokenizing into"):
         with pytest.raises(ValueError, match="Another process is tokenizing"):
             tokenize(source, tokenizer, tmp_path / "out")
 

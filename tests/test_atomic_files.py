@@ -1,0 +1,47 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Files are whole or not there; a locked folder keeps others out for as long as its holder lives."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hf_dflash.atomic_files import locked_folder, replacing, write_json
+
+
+def test_reader_finds_the_old_content_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"old": "ö"})
+    old = path.read_text(encoding="utf-8")
+    with replacing(path) as file:
+        file.write("new")
+        file.flush()
+        assert path.read_text(encoding="utf-8") == old
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_error_while_writing_leaves_the_old_content_and_nothing_else(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), replacing(path, "wb") as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folder_is_locked_for_as_long_as_its_holder_lives(tmp_path):
+    code = (
+        "import sys, pathlib; from hf_dflash.atomic_files import locked_folder\n"
+        "with locked_folder(pathlib.Path(sys.argv[1]), 'using'): print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "folder")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(ValueError, match="Another process is using"), locked_folder(tmp_path / "folder", "using"):
+            pass
+        holder.kill()
+    with locked_folder(tmp_path / "folder", "using"):
+        pass
