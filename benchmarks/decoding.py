@@ -42,6 +42,7 @@ FURTHER_WAYS = {
     "ours, drawn drafts": {"do_sample": True, "sample_drafts": True},
     "adaptive": {"adaptive_block": True},
     "static": {"cache_implementation": "static"},
+    "cuda graph": {"cuda_graph": True},
 }
 
 

@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 from .adaptive_block import AdaptiveBlockLength
 from .draft_tree import DraftTree
 from .feature_capture import FeatureCapture
+from .graphed_pass import GraphedPass
 from .target_cache import RollbackCache, upload
 from .token_selection import choose_tokens, is_prefix_free, process_logits, verify_drafts
 
@@ -82,6 +83,7 @@ def speculative_generate(
     sample_drafts: bool = False,
     adaptive_block: bool = False,
     tree_budget: int | None = None,
+    cuda_graph: bool = False,
     return_stats: bool = True,
     **generation_kwargs,
 ) -> SpeculativeOutput | torch.LongTensor:
@@ -114,6 +116,8 @@ def speculative_generate(
             was accepted and how long blocks took so far.
         tree_budget (`int`, *optional*): verify a tree of so many drafts in one pass instead of one chain (DDTree). One prompt,
             targets with full attention in every layer.
+        cuda_graph (`bool`, *optional*, defaults to `False`): replay the verify pass as a CUDA graph, over a static cache. Pays
+            where the host cannot keep up with the device: small targets, one prompt. Not with `adaptive_block` or `tree_budget`.
         return_stats (`bool`, *optional*, defaults to `True`): return a [`SpeculativeOutput`], else the sequences alone.
         generation_kwargs: any other argument of `generate` (`repetition_penalty`, `generation_config`, ...).
 
@@ -154,28 +158,18 @@ def speculative_generate(
     }
     generation_kwargs.update({name: value for name, value in chosen.items() if value is not None})
 
-    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        loop = _SpeculativeLoop(
-            model,
-            drafter,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            generator,
-            sample_drafts,
-            adaptive_block,
-            tree_budget,
-        )
-        return loop.run(input_ids, model_kwargs)
-
+    loop = _SpeculativeLoop(drafter, streamer, generator, sample_drafts, adaptive_block, tree_budget, cuda_graph)
+    if cuda_graph:
+        loop.check_graph_is_possible(target, input_ids)
+        if generation_kwargs.setdefault("cache_implementation", "static") != "static":
+            raise ValueError("`cuda_graph` needs `cache_implementation='static'`: leave `cache_implementation` out.")
     out = target.generate(
         input_ids,
         attention_mask=attention_mask,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         streamer=streamer,
-        custom_generate=decode,
+        custom_generate=loop,
         **generation_kwargs,
     )
     return out if return_stats else out.sequences
@@ -217,32 +211,26 @@ class _Row:
 
 
 class _SpeculativeLoop:
-    def __init__(
-        self,
-        target,
-        drafter,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        streamer,
-        generator,
-        sample_drafts,
-        adaptive_block,
-        tree_budget,
-    ):
+    """Called by `generate` with what it has prepared, in place of its own loop."""
+
+    def __init__(self, drafter, streamer, generator, sample_drafts, adaptive_block, tree_budget, cuda_graph):
+        self.drafter, self.block_size = drafter, drafter.config.block_size
+        self.streamer, self.generator = streamer, generator
+        self.sample_drafts, self.tree_budget = sample_drafts, tree_budget
+        self.adaptive_block = AdaptiveBlockLength(self.block_size - 1) if adaptive_block else None
+        self.graphed_pass = GraphedPass(self._forward_block) if cuda_graph else None
+        self.num_target_passes = self.num_drafter_passes = 0
+
+    def __call__(
+        self, target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+    ) -> SpeculativeOutput:
         if generation_config.num_beams > 1:
             raise ValueError("Speculative decoding follows one continuation of a prompt: `num_beams` must be 1.")
-        self.target, self.drafter = target, drafter
+        self.target, self.logits_processor = target, logits_processor
         # transformers 5.18 renamed `past_key_values` of the targets, model by model.
         self.cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
-        self.logits_processor = logits_processor
-        self.generation_config = generation_config
         self.do_sample = generation_config.do_sample
-        self.streamer, self.generator = streamer, generator
-        self.sample_drafts = sample_drafts and self.do_sample
-        self.block_size = drafter.config.block_size
-        self.adaptive_block = AdaptiveBlockLength(self.block_size - 1) if adaptive_block else None
-        self.tree_budget = tree_budget
+        self.sample_drafts = self.sample_drafts and self.do_sample
         # End tokens and lengths are checked on the host, without asking the device at every token.
         end_criteria = [c for c in stopping_criteria if type(c) is EosTokenCriteria]
         length_criteria = [c for c in stopping_criteria if type(c) is MaxLengthCriteria]
@@ -254,9 +242,9 @@ class _SpeculativeLoop:
         pad_token = generation_config._pad_token_tensor
         # Without end tokens rows end together, so nothing is padded.
         self.pad_token_id = 0 if pad_token is None else int(pad_token)
-        self.num_target_passes = self.num_drafter_passes = 0
+        return self._run(input_ids, model_kwargs)
 
-    def run(self, input_ids: torch.LongTensor, model_kwargs: dict) -> SpeculativeOutput:
+    def _run(self, input_ids: torch.LongTensor, model_kwargs: dict) -> SpeculativeOutput:
         device = input_ids.device
         prompt_mask = _check_prompt_mask(input_ids, model_kwargs.get("attention_mask"))
         lengths = prompt_mask.sum(-1).tolist()
@@ -389,7 +377,7 @@ class _SpeculativeLoop:
                 slot_states = slot_states[:, : self.adaptive_block.choose()]
             drafts, draft_probabilities = self._propose(slot_states, anchors.device)
         num_drafts = drafts.shape[1]
-        logits = self._verify(
+        logits, features = self._verify(
             torch.cat([anchors, drafts], dim=1),
             self.target_cache.attention_mask(num_drafts + 1, anchors.device),
             self.target_cache.next_positions(num_drafts + 1, anchors.device),
@@ -408,7 +396,7 @@ class _SpeculativeLoop:
             self.adaptive_block.observe(num_drafts, num_accepted, now - self.last_block_end)
             self.last_block_end = now
         emitted = [list(row[:count]) for row, count in zip(zip(*tokens, strict=True), fresh, strict=True)]
-        return chosen, emitted, self.capture.take()[:, : max(fresh)], fresh
+        return chosen, emitted, features[:, : max(fresh)], fresh
 
     def _decode_tree(self, active: list[int], anchors: torch.LongTensor, slot_states: torch.Tensor | None):
         """As [`_decode_block`], but the drafts are a tree."""
@@ -420,7 +408,7 @@ class _SpeculativeLoop:
         tree = DraftTree(best.values.tolist(), best.indices.tolist(), self.tree_budget)
         num_cached, device = self.target_cache.row_lengths[0], anchors.device
         nodes = upload([tree.tokens], device)
-        logits = self._verify(
+        logits, features = self._verify(
             torch.cat([anchors, nodes], dim=1),
             tree.attention_mask(num_cached, self.target.dtype, device),
             num_cached + upload([tree.depths], device),
@@ -431,7 +419,6 @@ class _SpeculativeLoop:
         path = tree.follow(tokens)
         self.rows[active[0]].drafts.append([])
         self.target_cache.keep_path(len(tokens), path)
-        features = self.capture.take()
         features = features[:, upload(path, features.device)]
         return chosen[:, upload(path, device)], [[tokens[node] for node in path]], features, [len(path)]
 
@@ -445,6 +432,14 @@ class _SpeculativeLoop:
             prefix = torch.cat([known, drafts])
             scores[:, node : node + 1] = process_logits(logits[:, node : node + 1], self.logits_processor, [prefix])
         return scores
+
+    def check_graph_is_possible(self, target, input_ids: torch.LongTensor) -> None:
+        if target.device.type != "cuda":
+            raise ValueError(f"`cuda_graph` needs a target on CUDA, this one is on {target.device}.")
+        if len(input_ids) > 1:
+            raise ValueError(f"`cuda_graph` decodes one prompt at a time, `input_ids` holds {len(input_ids)}.")
+        if self.adaptive_block is not None or self.tree_budget is not None:
+            raise ValueError("`cuda_graph` replays blocks of one shape: leave out `adaptive_block` and `tree_budget`.")
 
     def _check_tree_is_possible(self) -> None:
         if len(self.rows) > 1:
@@ -470,16 +465,23 @@ class _SpeculativeLoop:
         scores = process_logits(logits.float(), processors, [])
         return choose_tokens(scores, True, self.generator), scores.softmax(dim=-1)
 
-    def _verify(self, block: torch.LongTensor, attention_mask, position_ids) -> torch.Tensor:
-        """The target's logits, `[B, length, vocabulary]`, at the anchors and the drafts."""
+    def _verify(self, block: torch.LongTensor, attention_mask, position_ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's logits, `[B, length, vocabulary]`, at the anchors and the drafts, and the features of all of them."""
         self.num_target_passes += 1
-        return self.target(
+        # The last block may be shorter than what is recorded.
+        if self.graphed_pass is not None and block.shape[1] == self.block_size:
+            return self.graphed_pass(block, position_ids)
+        return self._forward_block(block, position_ids, attention_mask)
+
+    def _forward_block(self, block: torch.LongTensor, position_ids, attention_mask=None) -> tuple:
+        logits = self.target(
             input_ids=block,
             attention_mask=attention_mask,
             position_ids=position_ids,
             **{self.cache_name: self.target_cache.cache},
             use_cache=True,
         ).logits
+        return logits, self.capture.take()
 
     def _prefixes(self, active: list[int], drafts: torch.LongTensor) -> list[torch.Tensor]:
         """For each row, all its tokens and the drafts behind them, where a processor looks at earlier tokens."""

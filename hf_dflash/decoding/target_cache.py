@@ -83,7 +83,7 @@ class RollbackCache:
         self.row_lengths = [length + count for length, count in zip(self.row_lengths, kept, strict=True)]
         if len(kept) == 1:
             for layer in self.attention_layers:
-                layer.crop(-(num_new - kept[0] + num_behind))
+                _forget(layer, num_new - kept[0] + num_behind)
         else:
             surplus = torch.tensor([num_new - count + num_behind for count in kept])
             for layer in self.attention_layers:
@@ -150,8 +150,8 @@ def _sort_layers(cache: Cache, num_rows: int) -> tuple[list[DynamicLayer], dict[
         # Exact classes: subclasses (quantized, indexed) keep more than keys and values.
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             attention_layers.append(layer)
-        # A static layer overwrites what it forgets. Rows of different lengths it cannot line up; 5.17 cannot crop it.
-        elif type(layer) is StaticLayer and num_rows == 1 and hasattr(layer, "crop"):
+        # Rows of different lengths a static layer cannot line up.
+        elif type(layer) is StaticLayer and num_rows == 1:
             attention_layers.append(layer)
         elif type(layer) is LinearAttentionLayer:
             recurrent_layers[index] = layer
@@ -176,6 +176,15 @@ def _find_mixers(model, recurrent_layers: dict[int, LinearAttentionLayer]) -> li
             )
         mixers.append(named[0])
     return mixers
+
+
+def _forget(layer: DynamicLayer | StaticLayer, count: int) -> None:
+    """Drops the last `count` keys of a layer with one row."""
+    if isinstance(layer, StaticLayer):
+        # It overwrites what it forgets. transformers 5.17 has no `crop` for it.
+        layer.cumulative_length.sub_(count)
+    else:
+        layer.crop(-count)
 
 
 def _align_right(layer: DynamicLayer, surplus: torch.Tensor, length: int) -> None:

@@ -23,7 +23,7 @@ from .prompt_sets import PROMPT_SETS, load_prompt_set
 
 
 # Arguments of `speculative_generate` that plain `generate` does not know.
-_OURS_ONLY = ("sample_drafts", "adaptive_block", "tree_budget")
+_OURS_ONLY = ("sample_drafts", "adaptive_block", "tree_budget", "cuda_graph")
 
 
 @dataclass
@@ -452,6 +452,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample-drafts", action="store_true", help="draw the drafts too")
     parser.add_argument("--adaptive-block", action="store_true", help="verify only as many drafts as pay")
     parser.add_argument("--tree-budget", type=int, help="verify a tree of so many drafts (dense targets)")
+    parser.add_argument("--cuda-graph", action="store_true", help="replay the verify pass as a CUDA graph")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of the order of Hub sets")
     parser.add_argument(
         "--compare-with-plain", action=argparse.BooleanOptionalAction, default=True, help="time plain decoding too"

@@ -27,7 +27,6 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
-from transformers.cache_utils import StaticLayer
 
 from hf_dflash.decoding.speculative import speculative_generate
 
@@ -357,7 +356,7 @@ def test_streamer_is_given_every_token_once(word_tokenizer, capsys):
     assert capsys.readouterr().out == plain
 
 
-@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="transformers 5.17 cannot crop static layers")
+@pytest.mark.compat
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_static_cache_gives_the_same_output(kind):
     target, input_ids = target_of(kind), draw_prompt(7, 2)

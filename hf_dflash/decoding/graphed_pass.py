@@ -1,0 +1,59 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""The verify pass as one CUDA graph: the host gives one order a block instead of one for each kernel of each layer.
+
+A verify pass has the same shapes in every block, and with a static cache the same addresses, so it can be recorded once a
+generation and replayed. Nothing is compiled: the kernels, and so the output, are those of the pass that was recorded.
+
+This file is shipped beside a drafter's `custom_generate/generate.py`: it imports torch, transformers and its siblings only.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+
+class GraphedPass:
+    """
+    Calls a forward pass, eagerly for the first time and from its graph afterwards.
+
+    Args:
+        forward (`Callable`): takes ids and positions, `[1, length]`, of a fixed length, and returns tensors. These, and what it
+            keeps elsewhere, are read before the next call, which writes to the same places. Python runs only in the first
+            two calls: hooks do not see the others.
+
+    Raises:
+        `ValueError`: if the pass cannot be recorded, with the reason.
+    """
+
+    def __init__(self, forward: Callable[[torch.Tensor, torch.Tensor], tuple]):
+        self.forward = forward
+        self.is_warm = False
+        self.replay = None
+
+    def __call__(self, input_ids: torch.LongTensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, ...]:
+        if not self.is_warm:
+            # Libraries set themselves up in a first run, which a recording does not allow.
+            self.is_warm = True
+            return self.forward(input_ids, position_ids)
+        if self.replay is None:
+            self.input_ids, self.position_ids = input_ids.clone(), position_ids.clone()
+            try:
+                self.replay, self.outputs = record(lambda: self.forward(self.input_ids, self.position_ids))
+            except RuntimeError as error:
+                raise ValueError(
+                    f"The target's pass cannot be recorded as a CUDA graph: leave `cuda_graph` out. ({error})"
+                ) from error
+        else:
+            self.input_ids.copy_(input_ids)
+            self.position_ids.copy_(position_ids)
+        self.replay()
+        return self.outputs
+
+
+def record(run: Callable[[], tuple]) -> tuple[Callable[[], None], tuple]:
+    """Records what a function gives to the device, without doing it. Returns what does it, and the tensors it fills."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph.replay, outputs
