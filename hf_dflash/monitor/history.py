@@ -4,8 +4,13 @@
 
 Each figure is kept in a fixed number of buckets along the steps, with mean, lowest, highest: a spike of one step in 200,000
 stays to be seen. When the steps outgrow them, two buckets become one.
+
+The run itself leaves such a history beside its log now and then, `run_log.overview`: whoever opens a log of 100 MB reads that,
+and of the log only what was written since. It is a shortcut and nothing else: without it, or if it does not fit the log, the log
+is read from its begin.
 """
 
+import hashlib
 import json
 import os
 import stat
@@ -28,10 +33,16 @@ except ImportError:
     from json import loads
 
 _BLOCK_BYTES = 1 << 20
+OVERVIEW = "run_log.overview"
+# Of the log before the place where an overview ends, so much must be what it was.
+_CHECKED_BYTES = 4096
+_ARRAYS = ("_sums", "_counts", "_lows", "_highs", "_lasts", "_latest")
+
 # A longer line is none of ours.
 _LINE_BYTES = 1 << 18
 _MAX_NAMES, _MAX_NAME_LENGTH = 512, 128
 _MAX_STEP = 2**53
+_MAX_OVERVIEW_BYTES = 64 << 20
 _MAX_EVENTS, _MAX_DECODED, _MAX_MOMENTS = 200, 8, 600
 
 
@@ -108,6 +119,7 @@ class RunHistory:
             if self._source != ("log", status.st_ino) or status.st_size < self.offset:
                 self._clear()
                 self._source = ("log", status.st_ino)
+                self._read_overview(file, status.st_size)
             self.size = status.st_size
             end = self.size if max_bytes is None else min(self.size, self.offset + max_bytes)
             while self.offset < end:
@@ -232,7 +244,7 @@ class RunHistory:
         if len(self._columns) == _MAX_NAMES or len(name) > _MAX_NAME_LENGTH:
             return False
         self._columns[name] = len(self._columns)
-        for array in ("_sums", "_counts", "_lows", "_highs", "_lasts", "_latest"):
+        for array in _ARRAYS:
             empty = {"_lows": np.inf, "_highs": -np.inf, "_lasts": -1, "_latest": np.nan}.get(array, 0)
             setattr(self, array, np.pad(getattr(self, array), ((0, 0), (0, 1)), constant_values=empty))
         return True
@@ -264,10 +276,9 @@ class RunHistory:
         self.generation += 1
 
     def _add_event(self, row: dict) -> None:
-        event, step = row.get("event"), row.get("step")
-        if type(event) is not str or type(step) is not int or not 0 <= step < _MAX_STEP:
+        if not _is_event(row):
             return
-        time = row.get("time")
+        event, step, time = row["event"], row["step"], row.get("time")
         if type(time) in (int, float):
             self.time = max(self.time, float(time))
         self.events_version += 1
@@ -295,6 +306,69 @@ class RunHistory:
         if type(shares) is list:
             names = tuple(f"decoded_slot_{slot}" for slot in range(1, len(shares) + 1))
             self._add_figures(("step", *names), [[row["step"], *shares]])
+
+    # ---- The overview ----
+
+    def write_overview(self) -> None:
+        """Leaves what is known beside the log, for whoever opens it next."""
+        with self._lock:
+            with _open_plain_file(self.folder / RUN_LOG) as file:
+                digest = _digest_before(file, self.offset)
+            described = {
+                "digest": digest,
+                "num_buckets": self.num_buckets,
+                "names": list(self._columns),
+                "offset": self.offset,
+                "width": self.width,
+                "step": self.step,
+                "time": self.time,
+                "run": self.run,
+                "ended": self.ended,
+                "events_version": self.events_version,
+                "events": list(self.events),
+                "decoded": list(self.decoded),
+                "alerts": self.alerts,
+                "moments": self.remaining_time.moments(),
+            }
+            arrays = np.stack([getattr(self, name).astype(np.float64) for name in _ARRAYS])
+        path = self.folder / OVERVIEW
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(json.dumps(described).encode() + b"\n" + arrays.tobytes())
+        os.replace(partial, path)
+
+    def _read_overview(self, log, log_size: int) -> None:
+        try:
+            with _open_plain_file(self.folder / OVERVIEW) as file:
+                head, _, body = file.read(_MAX_OVERVIEW_BYTES).partition(b"\n")
+            described = json.loads(head)
+            names, offset = described["names"], described["offset"]
+            shape = (len(_ARRAYS), self.num_buckets, len(names))
+            is_ours = (
+                described["num_buckets"] == self.num_buckets
+                and len(names) <= _MAX_NAMES
+                and 0 <= offset <= log_size
+                and described["step"] // described["width"] < self.num_buckets
+                and described["digest"] == _digest_before(log, offset)
+            )
+            if not is_ours:
+                return
+            arrays = np.frombuffer(body, dtype=np.float64).reshape(shape)
+            for name, array in zip(_ARRAYS, arrays, strict=True):
+                setattr(self, name, array.astype(np.int64 if name == "_counts" else np.float64))
+            self._columns = {str(name): column for column, name in enumerate(names)}
+            self.offset, self.width = int(offset), int(described["width"])
+            self.step, self.time = int(described["step"]), float(described["time"])
+            self.events_version = int(described["events_version"])
+            self.run, self.ended = dict(described["run"]), described["ended"]
+            self.alerts = {name: row for name, row in described["alerts"].items() if _is_event(row)}
+            self.events.extend(row for row in described["events"] if _is_event(row))
+            self.decoded.extend(row for row in described["decoded"] if _is_event(row))
+            for step, time in described["moments"]:
+                self.remaining_time.add(int(step), float(time))
+            self.bytes_read += len(head) + len(body)
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+            self._clear()
+            self._source = ("log", os.fstat(log.fileno()).st_ino)
 
     # ---- Showing ----
 
@@ -355,6 +429,19 @@ class RunHistory:
             if events_version != self.events_version:
                 shown |= {"events": list(self.events), "decoded": list(self.decoded)}
             return shown
+
+
+def _is_event(row) -> bool:
+    if type(row) is not dict or type(row.get("event")) is not str:
+        return False
+    return type(row.get("step")) is int and 0 <= row["step"] < _MAX_STEP
+
+
+def _digest_before(file, offset: int) -> str:
+    """Of the bytes that come before a place in a file."""
+    first = max(0, offset - _CHECKED_BYTES)
+    file.seek(first)
+    return hashlib.sha256(file.read(offset - first)).hexdigest()
 
 
 def _to_float(value) -> float:

@@ -52,6 +52,10 @@ class RemainingTime:
         """For a run that starts again: the time between was no training."""
         self._moments.clear()
 
+    def moments(self) -> list[tuple[int, float]]:
+        """What an estimate is made of, for [`~RemainingTime.add`] of another one."""
+        return list(self._moments)
+
     def estimate(self, remaining_steps: int) -> Remaining | None:
         """
         Args:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..monitor.alerts import Alert, AlertLimits, AlertWatch
+from ..monitor.history import RunHistory
 from ..monitor.run_log import RunLog
 from ..monitor.webhook import Webhook
 from ..progress import ProgressBar
@@ -26,6 +27,8 @@ logger = logging.get_logger(__name__)
 
 # A sign of life between two logs, in seconds.
 _SECONDS_BETWEEN_SIGNS = 5.0
+# Lines after which the history is written beside the log: whoever opens the log has at most so many to read.
+_LINES_BETWEEN_OVERVIEWS = 1000
 
 
 class RunLogCallback(TrainerCallback):
@@ -39,13 +42,14 @@ class RunLogCallback(TrainerCallback):
     def __init__(self, trainer):
         self.trainer = trainer
         self.log: RunLog | None = None
-        self._step = 0
+        self._history: RunHistory | None = None
+        self._step = self._num_lines = 0
         self._next_sign = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero or not args.run_log:
             return
-        self.log = RunLog(args.output_dir)
+        self.log, self._history, self._num_lines = RunLog(args.output_dir), RunHistory(args.output_dir), 0
         self.add_event("begin", state.global_step, run=describe_run_briefly(self.trainer, state))
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -67,6 +71,7 @@ class RunLogCallback(TrainerCallback):
         if self.log is not None:
             how = "finished" if state.global_step >= state.max_steps else "stopped"
             self.add_event("end", state.global_step, how=how)
+            self._write_overview()
             # A last evaluation may follow, which opens it again.
             self.log.close()
 
@@ -78,6 +83,16 @@ class RunLogCallback(TrainerCallback):
     def _add_figures(self, step: int, figures: dict) -> None:
         self.log.add_figures(step, figures)
         self._next_sign = time.monotonic() + _SECONDS_BETWEEN_SIGNS
+        self._num_lines += 1
+        if self._num_lines % _LINES_BETWEEN_OVERVIEWS == 0:
+            self._write_overview()
+
+    def _write_overview(self) -> None:
+        try:
+            self._history.update()
+            self._history.write_overview()
+        except OSError as error:
+            logger.warning_once(f"The run log has no overview, so the monitor opens it more slowly. {error}")
 
 
 class AlertCallback(TrainerCallback):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from logs import BEGIN, training_rows, write_rows
 
-from hf_dflash.monitor.history import RunHistory
+from hf_dflash.monitor.history import OVERVIEW, RunHistory
 from hf_dflash.monitor.run_log import RUN_LOG
 
 
@@ -235,3 +235,87 @@ def test_alerts_stay_until_they_are_over(tmp_path):
 def test_decoded_slots_become_figures(tmp_path):
     write_rows(tmp_path, [BEGIN, {"event": "decoded", "step": 8, "samples": [], "acceptance_by_slot": [0.5, 0.25]}])
     assert series(read(tmp_path), "decoded_slot_2") == {"x": [8], "y": [0.25]}
+
+
+# ---- The overview ----
+
+
+def comparable(history):
+    shown = history.snapshot()
+    del shown["generation"]
+    return json.dumps(shown, default=lambda array: array.tolist())
+
+
+def write_overview(folder, **options):
+    history = read(folder, **options)
+    history.write_overview()
+    return (folder / RUN_LOG).stat().st_size
+
+
+DECODED = {"event": "decoded", "step": 700, "time": 1.0, "samples": [], "acceptance_by_slot": [0.5]}
+CHECKPOINT = {"event": "checkpoint", "step": 700, "time": 1.0, "name": "checkpoint-700", "bytes": 5}
+
+
+def test_with_an_overview_a_log_is_read_from_where_it_ends_and_shows_the_same(tmp_path):
+    draw = np.random.default_rng(2).normal(size=2001)
+    rows = training_rows(1, 2000, loss=lambda step: draw[step], late=lambda step: step if step > 1500 else None)
+    write_rows(tmp_path, [BEGIN, *rows[:700], DECODED, CHECKPOINT, *rows[700:1500]])
+    size = write_overview(tmp_path, num_buckets=256)
+    write_rows(tmp_path, rows[1500:], "a")
+    overview_size = (tmp_path / OVERVIEW).stat().st_size
+    quick = read(tmp_path, num_buckets=256)
+    assert quick.bytes_read <= overview_size + (tmp_path / RUN_LOG).stat().st_size - size
+    (tmp_path / OVERVIEW).unlink()
+    assert comparable(quick) == comparable(read(tmp_path, num_buckets=256))
+
+
+def test_a_run_that_went_on_before_or_behind_its_overview_shows_the_same(tmp_path):
+    rows = training_rows(1, 60, loss=float)
+    write_rows(tmp_path, [BEGIN, *rows[:40], {**BEGIN, "step": 20}, *rows[20:50]])
+    write_overview(tmp_path)
+    write_rows(tmp_path, [{**BEGIN, "step": 30}, *rows[30:]], "a")
+    quick = read(tmp_path)
+    (tmp_path / OVERVIEW).unlink()
+    assert comparable(quick) == comparable(read(tmp_path))
+
+
+def test_an_overview_of_another_log_or_of_other_buckets_is_not_used(tmp_path):
+    write_rows(tmp_path, training_rows(1, 50, loss=float))
+    write_overview(tmp_path)
+    assert series(read(tmp_path, num_buckets=64), "loss")["y"] == list(range(1, 51))
+    write_rows(tmp_path, training_rows(1, 60, loss=lambda step: 2.0 * step))
+    assert series(read(tmp_path), "loss")["y"] == [2 * step for step in range(1, 61)]
+    write_rows(tmp_path, training_rows(1, 3, loss=float))
+    assert series(read(tmp_path), "loss")["y"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": 5}, {"names": [["x"]] * 3}, {"names": ["x"] * 10**4}, {"offset": -1}, {"offset": "9"}, {"offset": 10**30},
+        {"width": 0}, {"step": 10**20}, {"run": 5}, {"events": [5, None, {"event": "begin"}, {"event": 1, "step": 1}]},
+        {"events": 5}, {"alerts": []}, {"alerts": {"x": 5}}, {"moments": [[1]]}, {"time": "x"}, {"digest": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_overview_harms_nothing(change, tmp_path):
+    write_rows(tmp_path, [BEGIN, *training_rows(1, 5, loss=float)])
+    expected = comparable(read(tmp_path))
+    write_overview(tmp_path)
+    head, _, body = (tmp_path / OVERVIEW).read_bytes().partition(b"\n")
+    (tmp_path / OVERVIEW).write_bytes(json.dumps({**json.loads(head), **change}).encode() + b"\n" + body)
+    shown = json.loads(comparable(read(tmp_path)))
+    assert shown["series"] == json.loads(expected)["series"] and shown["step"] == 5
+    assert all(type(event) is dict for event in shown["events"])
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"{}\n", b"[" * 10**6, b"null\n" + bytes(80)], ids=len)
+def test_what_is_no_overview_is_passed_over(content, tmp_path):
+    write_rows(tmp_path, training_rows(1, 5, loss=float))
+    expected = comparable(read(tmp_path))
+    (tmp_path / OVERVIEW).write_bytes(content)
+    assert comparable(read(tmp_path)) == expected
+    write_overview(tmp_path)
+    whole = (tmp_path / OVERVIEW).read_bytes()
+    (tmp_path / OVERVIEW).write_bytes(whole[: len(whole) // 2])
+    assert comparable(read(tmp_path)) == expected

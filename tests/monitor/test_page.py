@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """The page in a real browser, while a real run writes its log."""
 
+import os
 import re
 import threading
 
@@ -11,6 +12,8 @@ from logs import BEGIN, training_rows, write_rows
 from serving import serve
 from tiny_training import make_dataset, make_trainer
 from transformers import TrainerCallback
+
+from hf_dflash.training.callbacks import AcceptanceCallback
 
 
 pytest.importorskip("playwright")
@@ -61,6 +64,8 @@ def test_the_acceptance_chart_of_a_real_run_moves_while_it_trains(tmp_path, brow
         callbacks=[gate],
         alert_free_gib=1e9,
     )
+    decoding = next(one for one in trainer.callback_handler.callbacks if isinstance(one, AcceptanceCallback))
+    decoding.num_prompts, decoding.max_new_tokens = 1, 8
     run = threading.Thread(target=trainer.train, daemon=True)
     run.start()
     assert gate.evaluated.acquire(timeout=120)
@@ -99,7 +104,10 @@ def test_the_acceptance_chart_of_a_real_run_moves_while_it_trains(tmp_path, brow
         assert page.locator("#chart-mfu").count() == 0
         assert "checkpoint-12 saved" in page.locator("#lists").inner_text()
         assert page.locator("#decoded .rejected").count() > 0
-        screenshot = page.screenshot(full_page=True)
+        # HF_DFLASH_SCREENSHOT keeps the picture.
+        screenshot = page.screenshot(
+            full_page=True, path=os.environ.get("HF_DFLASH_SCREENSHOT", tmp_path / "page.png")
+        )
         assert screenshot.startswith(b"\x89PNG") and len(screenshot) > 50_000
 
         gate.go_on.release()

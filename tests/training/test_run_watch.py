@@ -13,6 +13,7 @@ from tiny_training import assert_same, heard_by_pytest, make_dataset, make_train
 from hf_dflash.decoding.speculative import speculative_generate
 from hf_dflash.monitor.history import RunHistory
 from hf_dflash.monitor.run_log import RUN_LOG
+from hf_dflash.training import run_watch
 from hf_dflash.training.decoded_samples import acceptance_by_slot, describe_sample, mark_tokens
 from hf_dflash.training.uploads import Uploads
 
@@ -71,6 +72,18 @@ def test_a_run_that_goes_on_appends_and_its_history_is_that_of_one_run(tmp_path)
     shown = history.snapshot()
     assert shown["series"]["loss"]["x"].tolist() == list(range(1, 9))
     assert (shown["step"], shown["ended"]) == (8, "finished")
+
+
+def test_a_run_leaves_an_overview_of_its_log_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_watch, "_LINES_BETWEEN_OVERVIEWS", 3)
+    trainer = make_trainer(tmp_path, max_steps=7)
+    monkeypatch.setattr(trainer.run_log, "on_train_end", lambda *args, **kwargs: None)
+    trainer.train()
+    history = RunHistory(tmp_path)
+    history.update(0)
+    assert (history.step, history.snapshot()["series"]["loss"]["x"].tolist()) == (6, [1, 2, 3, 4, 5, 6])
+    history.update()
+    assert history.step == 7
 
 
 def test_an_evaluation_alone_leaves_no_log(tmp_path):
