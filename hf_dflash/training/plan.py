@@ -133,12 +133,13 @@ def describe_plan(job, args, num_processes: int, num_devices: int, lengths=None,
     num_anchors = PAPER_ANCHORS if args.num_anchors == "auto" else args.num_anchors
     num_blocks = count_blocks(lengths, supervised, args.token_budget, num_anchors, args.anchor_ratio)
 
+    compute_bytes = 2 if args.bf16 or args.fp16 else 4
     targets = target_memory(sizes, args.token_budget)
     drafter = drafter_memory(
         sizes,
         args.token_budget,
         num_blocks,
-        compute_bytes=2 if args.bf16 or args.fp16 else 4,
+        compute_bytes=compute_bytes,
         is_distributed=num_processes > 1,
         checkpointing=args.gradient_checkpointing,
     )
@@ -155,6 +156,10 @@ def describe_plan(job, args, num_processes: int, num_devices: int, lengths=None,
         )
         lines.append(f"  rank {rank}: drafter {own}, target {', '.join(places)}")
         _add(memory, own, drafter, "drafter", 1)
+        if args.pipeline == "on" or (args.pipeline == "auto" and own not in places):
+            num_slots = args.pipeline_depth * len(places) + 1
+            of_slot = args.token_budget * sizes.num_features * sizes.hidden_size * compute_bytes
+            _add(memory, own, {"features in flight": num_slots * of_slot}, "drafter", 1)
         for place in places:
             devices = place.split("+")
             for device in devices:
