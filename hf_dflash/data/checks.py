@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..command_line import CommandParser
+
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -631,7 +633,7 @@ def _find_tokenizer(target: str | None, dataset: "Dataset") -> "PreTrainedTokeni
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash check",
         description="What is in a tokenized dataset, and whether it is worth training on.",
         epilog="Exit status: 0 it passes the gates; 1 it does not; 2 an error.",

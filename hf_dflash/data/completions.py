@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from hf_dflash.object_store import is_object_uri
 
+from ..command_line import CommandParser
 from .chat import THINKING_TAGS, ChatRenderer, opened_thinking
 from .chat_client import ChatClient, RequestFailed, RetryPolicy
 from .completion_folder import CompletionFolder, ReplyLimits
@@ -583,7 +584,7 @@ _SERVER_OPTIONS = {"model", "concurrency", "request_options", "return_token_ids"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash generate",
         description="The target writes the completions that its drafter learns from. The same command goes on with a run "
         "that was stopped.",

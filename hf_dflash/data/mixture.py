@@ -39,7 +39,6 @@ prompts, near-duplicates. Where two sources have the same prompt, the source tha
 sampled and shuffled by a hash of the seed and the prompt, so a prompt's fate does not depend on the order of the files.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -58,6 +57,7 @@ from tqdm.auto import tqdm
 
 from hf_dflash.atomic_files import replacing, write_json
 
+from ..command_line import CommandParser
 from .conversations import ROLES, RowSkipped, read_messages, read_tools
 from .on_policy import PromptConversation
 from .sources import Source, cut_into_units, list_sources, parse_line, read_rows
@@ -622,7 +622,7 @@ def format_report(manifest: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash mix mixture.yaml`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash mix", description="Several prompt sources -> one prompt set, as a YAML file describes it."
     )
     parser.add_argument("mixture", help="YAML file, such as recipes/mixtures/qwen36.yaml")

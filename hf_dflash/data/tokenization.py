@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dflash.atomic_files import locked_folder, replacing, write_json
 from hf_dflash.object_store import ObjectStore
 
+from ..command_line import CommandParser
 from . import conversations
 from .checks import DatasetGates, DatasetRefused, describe_counts, run_gates
 from .conversations import ROLES
@@ -462,7 +463,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash tokenize",
         description="Completions (JSONL) -> a loss-masked dataset. A stopped run goes on; a finished one is not redone.",
         epilog="Exit status: 0 every row used; 3 done, but rows were skipped; 1 refused by a gate; 2 an error.\n\n"

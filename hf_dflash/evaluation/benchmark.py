@@ -17,6 +17,7 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
+from ..command_line import CommandParser
 from ..decoding.speculative import speculative_generate
 from .acceptance import repeated_ngram_share
 from .prompt_sets import PROMPT_SETS, load_prompt_set
@@ -427,7 +428,7 @@ def _device_name(device: torch.device) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash evaluate`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash evaluate",
         description="Acceptance length (bonus token included) and speed of a drafter against plain decoding.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

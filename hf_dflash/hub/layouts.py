@@ -8,7 +8,6 @@ names are the same in both. A layer id k means the output of decoder layer k eve
 count boundaries and therefore hold k + 1.
 """
 
-import argparse
 import copy
 import json
 import logging
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from ..command_line import CommandParser
 from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.configuration_dflash import DFlashConfig, check_target_layer_ids
 from ..drafter.modeling_dflash import DFlashForSpeculation
@@ -436,7 +436,7 @@ def _check_portable(config, engines) -> None:
 
 def main_export(argv: list[str]) -> int:
     """`hf-dflash export DRAFTER OUT`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash export", description="Write the form of a drafter that serving engines read."
     )
     parser.add_argument("drafter", help="native drafter: folder or Hub id")
@@ -468,7 +468,7 @@ def main_export(argv: list[str]) -> int:
 
 def main_import(argv: list[str]) -> int:
     """`hf-dflash import SOURCE OUT`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash import",
         description="Make a drafter of z-lab, SpecForge, Model-Optimizer or speculators, or an exported one, a native one.",
     )

@@ -6,7 +6,6 @@ What can be run here is run: decoding against the target alone, the exported for
 The other engines are judged by what their releases do with the config (`portability.py`).
 """
 
-import argparse
 import importlib.util
 import tempfile
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from ..command_line import CommandParser
 from ..decoding.speculative import embed_slots, speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
@@ -229,7 +229,7 @@ def _compare(engine: str, ours: torch.Tensor, theirs: torch.Tensor) -> Verdict:
 
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash verify DRAFTER --target TARGET`: 0 if no engine is wrong, else 1."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash verify", description="Check that a drafter works, and what each engine would make of it."
     )
     parser.add_argument("drafter", help="folder or Hub id, in any layout that `hf-dflash import` reads")

@@ -1,0 +1,43 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import argparse
+
+import pytest
+
+from hf_dflash.command_line import CommandParser
+
+
+@pytest.fixture
+def parser():
+    parser = CommandParser()
+    parser.add_argument("--max-length", type=int)
+    parser.add_argument_group("more").add_argument("--top_p", type=float)
+    parser.add_argument("--thinking-on", action=argparse.BooleanOptionalAction)
+    parser.add_argument("rest", nargs="*")
+    return parser
+
+
+@pytest.mark.parametrize("spelling", ["--max-length", "--max_length"])
+@pytest.mark.parametrize("equals", [True, False])
+def test_hyphens_and_underscores_mean_the_same(parser, spelling, equals):
+    value = [f"{spelling}=7"] if equals else [spelling, "7"]
+    assert parser.parse_args(value).max_length == 7
+
+
+def test_an_option_declared_with_underscores_takes_hyphens_too(parser):
+    assert parser.parse_args(["--top-p", "0.5"]).top_p == 0.5
+
+
+def test_a_switch_is_turned_off_in_either_spelling(parser):
+    assert parser.parse_args(["--no_thinking_on"]).thinking_on is False
+
+
+def test_values_are_left_as_they_are(parser):
+    given = parser.parse_args(["--max_length", "1", "a_b", "--", "--top_q"])
+    assert given.rest == ["a_b", "--top_q"]
+
+
+def test_an_unknown_option_is_named_as_it_was_typed(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--no_such_thing"])
+    assert "--no_such_thing" in capsys.readouterr().err
