@@ -5,6 +5,7 @@
 Estimates, to be right within a quarter or so: allocator waste and compiler buffers are not modelled.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,4 +157,4 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((1e12 * peak for known, peak in _PEAK_TFLOPS.items() if name.startswith(known)), None)
+    return next((1e12 * tflops for known, tflops in _PEAK_TFLOPS.items() if re.match(rf"{known}\b", name)), None)

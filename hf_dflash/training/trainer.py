@@ -29,6 +29,7 @@ from .adapters import add_adapter
 from .arguments import BEST_METRIC, DFlashTrainingArguments
 from .balance import balance_anchors
 from .block_batch import BlockBatch
+from .bucket_order import BucketOrderCallback
 from .callbacks import AcceptanceCallback, EpochCheckpointCallback
 from .checkpoint import (
     TRAINER_STATE,
@@ -176,6 +177,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self._stop_callback = StopCallback()
         self.add_callback(self._stop_callback)
         self.add_callback(CatchUpCallback(self))
+        self.add_callback(BucketOrderCallback(self))
         if args.save_each_epoch:
             self.add_callback(EpochCheckpointCallback())
         if args.acceptance_steps:
