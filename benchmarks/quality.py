@@ -481,9 +481,12 @@ def drive(arguments, argv: list[str]) -> None:
     def left() -> float:
         return arguments.time_limit - (time.perf_counter() - start)
 
-    while remaining or running:
+    def can_start() -> bool:
+        return bool(remaining) and left() > min(durations, default=0)
+
+    while running or can_start():
         for slot, gpu in enumerate(slots):
-            if slot in running or not remaining or left() < (min(durations) if durations else 0):
+            if slot in running or not can_start():
                 continue
             setting, seed = remaining.pop(0)
             name = name_of(setting, seed, arguments.tokens)
@@ -512,9 +515,6 @@ def drive(arguments, argv: list[str]) -> None:
             else:
                 tail = (logs / f"{name}.log").read_text().strip().splitlines()[-12:]
                 print(f"failed with {process.returncode}\n  " + "\n  ".join(tail), flush=True)
-        if remaining and not running:
-            # Too little time is left for another run.
-            break
         if left() <= 0:
             remaining = []
             # A trainer saves a checkpoint and leaves; the curve so far is written already.
