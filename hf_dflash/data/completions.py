@@ -17,11 +17,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
 from hf_dflash.object_store import is_object_uri
 
 from ..command_line import CommandParser
+from ..progress import ProgressBar
 from .chat import THINKING_TAGS, ChatRenderer, opened_thinking
 from .chat_client import ChatClient, RequestFailed, RetryPolicy
 from .completion_folder import CompletionFolder, ReplyLimits
@@ -516,7 +515,7 @@ class LiveTable:
         self._counts = folder.watch.counts
         self._started = time.monotonic()
         self._answered_before = len(folder.answered)
-        self._bar = tqdm(
+        self._bar = ProgressBar(
             total=total,
             initial=self._answered_before,
             unit=" rows",

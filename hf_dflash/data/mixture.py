@@ -53,11 +53,11 @@ from typing import IO, Any
 
 import numpy as np
 import yaml
-from tqdm.auto import tqdm
 
 from hf_dflash.atomic_files import replacing, write_json
 
 from ..command_line import CommandParser
+from ..progress import ProgressBar
 from .conversations import ROLES, RowSkipped, read_messages, read_tools
 from .on_policy import PromptConversation
 from .sources import Source, cut_into_units, list_sources, parse_line, read_rows
@@ -542,7 +542,9 @@ def _collect(
     filters = source.filters or mixture.filters
     ranks, offsets = array("Q"), array("Q")
     first_problem = ""
-    for where, content in tqdm(_lines(files, endpoint_url), desc=source.name, unit=" rows", disable=disable_tqdm):
+    for where, content in ProgressBar(
+        _lines(files, endpoint_url), desc=source.name, unit=" rows", disable=disable_tqdm
+    ):
         report["read"] += 1
         try:
             messages, tools = map_row(parse_line(content), source.mapping)
@@ -585,7 +587,7 @@ def _choose(
     """Rank and offset of the prompts of a source that are taken: those of the smallest ranks that are new."""
     ranks, offsets = candidates
     chosen = []
-    for index in tqdm(
+    for index in ProgressBar(
         np.argsort(np.array(ranks, dtype=np.uint64)), desc="choosing", unit=" rows", disable=disable_tqdm
     ):
         if wanted is not None and len(chosen) == wanted:

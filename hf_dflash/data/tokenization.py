@@ -272,13 +272,13 @@ def _differences(earlier: dict, now: dict) -> list[str]:
 
 
 def _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disable_tqdm) -> None:
-    from tqdm.auto import tqdm
+    from ..progress import ProgressBar
 
     sizes = [sum(part["end"] - part["start"] for part in unit) for unit in manifest["units"]]
     todo = [index for index in range(len(sizes)) if not unit_path(output_dir, index, ".json").exists()]
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), max(1, len(todo)))
     worker = (str(output_dir), manifest, tokenizer, endpoint_url)
-    with tqdm(
+    with ProgressBar(
         total=sum(sizes),
         initial=sum(sizes) - sum(sizes[index] for index in todo),
         unit="B",
@@ -410,9 +410,9 @@ def _first_skipped(output_dir: Path, uri: str | None) -> dict:
 
 
 def _upload(output_dir: Path, uri: str, endpoint_url: str | None, disable_tqdm: bool) -> None:
-    from tqdm.auto import tqdm
+    from ..progress import ProgressBar
 
-    with tqdm(unit="file", desc="Uploading", disable=disable_tqdm) as bar:
+    with ProgressBar(unit="file", desc="Uploading", disable=disable_tqdm) as bar:
         ObjectStore(endpoint_url=endpoint_url).upload_folder(
             output_dir, uri, last=("manifest.json",), on_file=lambda name: bar.update()
         )

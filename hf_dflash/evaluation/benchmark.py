@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm.auto import tqdm
 
 from ..command_line import CommandParser
 from ..decoding.speculative import speculative_generate
+from ..progress import ProgressBar
 from .acceptance import repeated_ngram_share
 from .prompt_sets import PROMPT_SETS, load_prompt_set
 
@@ -338,7 +338,7 @@ def measure_acceptance(
         compare_with_plain,
         seed,
     )
-    with tqdm(prompts, desc="Decoding", unit="prompt", disable=not progress) as bar:
+    with ProgressBar(prompts, desc="Decoding", unit="prompt", disable=not progress) as bar:
         for number, row in enumerate(bar):
             name = str(row.get("id", number))
             messages, turns = _read_turns(row, f"prompt {name}")
