@@ -265,24 +265,29 @@ def make_trainer(
 
 
 def load_data(arguments) -> tuple[dict[str, RowsInMemory], dict[str, RowsInMemory]]:
-    rows = tokenize_rows(arguments.completions, arguments.target, arguments.work / "rows.npz")
-    device = "cuda:0" if torch.cuda.is_available() and not arguments.tiny else "cpu"
+    rows = tokenize_rows(arguments.completions, arguments.target, arguments.work / "rows.npz", arguments.max_length)
     replies = write_replies(
         arguments.target,
         arguments.prompts,
         rows["heldout"],
         arguments.work / "replies.jsonl.gz",
-        arguments.heldout_rows // 2,
-        device,
+        num_heldout=arguments.heldout_rows // 2,
+        max_length=arguments.max_length,
+        max_new_tokens=arguments.max_new_tokens,
+        device=device_of(arguments),
     )
     return rows, replies
+
+
+def device_of(arguments) -> str:
+    return "cuda:0" if torch.cuda.is_available() and not arguments.tiny else "cpu"
 
 
 def run_setting(arguments, setting: str, seed: int, tokens: float) -> dict:
     """Trains, measures, decodes where asked for, and writes `results`/NAME.json."""
     name = name_of(setting, seed, tokens)
     folder, path = arguments.work / "runs" / name, arguments.results / f"{name}.json"
-    device = "cuda:0" if torch.cuda.is_available() and not arguments.tiny else "cpu"
+    device = device_of(arguments)
     result = json.loads(path.read_text()) if path.exists() else {}
     drafter_folder = folder / "drafter"
     if not result.get("finished"):
@@ -435,9 +440,8 @@ def measure_speed(arguments, setting: str) -> dict:
             logged.append((logs or {}).get("context_tokens", 0))
 
     logged = []
-    device = "cuda:0" if torch.cuda.is_available() and not arguments.tiny else "cpu"
     folder = arguments.work / "speed" / setting
-    trainer = make_trainer(arguments, setting, 0, arguments.tokens, folder, device, [Clock()])
+    trainer = make_trainer(arguments, setting, 0, arguments.tokens, folder, device_of(arguments), [Clock()])
     trainer.train()
     result = {
         "setting": setting,
@@ -473,7 +477,8 @@ def drive(arguments, argv: list[str]) -> None:
     load_data(arguments)
     print(f"[{time.perf_counter() - start:5.0f} s] data ready, {len(remaining)} runs to do", flush=True)
     running: dict[int, tuple] = {}
-    slots = [gpu for _ in range(arguments.jobs) for gpu in range(arguments.gpus)]
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(arguments.gpus)))
+    slots = [device for _ in range(arguments.jobs) for device in devices.split(",")[: arguments.gpus]]
     durations: list[float] = []
     logs = arguments.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -485,7 +490,7 @@ def drive(arguments, argv: list[str]) -> None:
         return bool(remaining) and left() > min(durations, default=0)
 
     while running or can_start():
-        for slot, gpu in enumerate(slots):
+        for slot, device in enumerate(slots):
             if slot in running or not can_start():
                 continue
             setting, seed = remaining.pop(0)
@@ -493,7 +498,7 @@ def drive(arguments, argv: list[str]) -> None:
             command = [sys.executable, str(Path(__file__)), *argv, "--setting", setting, "--seed", str(seed)]
             environment = {
                 **os.environ,
-                "CUDA_VISIBLE_DEVICES": str(gpu),
+                "CUDA_VISIBLE_DEVICES": device,
                 "OMP_NUM_THREADS": "2",
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -579,6 +584,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--card", action="store_true", help="also write the drafter's card beside the result")
     parser.add_argument("--attention", default="dense", choices=["dense", "flex", "auto"])
     parser.add_argument("--compile", default="off", choices=["off", "on", "auto"], help="layers, one by one")
+    parser.add_argument("--max-length", type=int, default=1024, help="of prompt and reply")
+    parser.add_argument("--max-new-tokens", type=int, default=192, help="of replies, as in the shipped completions")
     parser.add_argument("--heldout-rows", type=int, default=200)
     parser.add_argument("--rows-at-points", type=int, default=24, help="of each domain, before the last point")
     parser.add_argument("--report", type=Path, help="write table and curves of all results into this Markdown file")

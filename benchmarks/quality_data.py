@@ -21,8 +21,6 @@ from hf_dflash.evaluation.benchmark import encode_prompt
 
 
 HELD_OUT_EVERY = 40
-MAX_LENGTH = 1024
-MAX_NEW_TOKENS = 192
 ROWS_OF_A_BATCH = 128
 TEMPERATURES = (0.0, 1.0)
 
@@ -57,8 +55,8 @@ def read_jsonl(path: Path) -> list[dict]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-def tokenize_rows(completions: Path, target: str, cache: Path) -> dict[str, RowsInMemory]:
-    """`{"train": rows, "heldout": rows}`, made once; rows are cut at [`MAX_LENGTH`] tokens."""
+def tokenize_rows(completions: Path, target: str, cache: Path, max_length: int) -> dict[str, RowsInMemory]:
+    """`{"train": rows, "heldout": rows}`, made once; rows are cut at `max_length` tokens."""
     if not cache.exists():
         tokenizer = AutoTokenizer.from_pretrained(target)
         rows = []
@@ -67,7 +65,7 @@ def tokenize_rows(completions: Path, target: str, cache: Path) -> dict[str, Rows
             of_the_reply = {key: row[key] for key in ("completion_token_ids", "finish_reason") if row.get(key)}
             messages[-1] = {**messages[-1], **of_the_reply}
             try:
-                sample = render_conversation(tokenizer, messages, max_length=MAX_LENGTH)[-1]
+                sample = render_conversation(tokenizer, messages, max_length=max_length)[-1]
             except ValueError:
                 continue
             if sum(sample.loss_mask) >= 2:
@@ -87,7 +85,15 @@ def tokenize_rows(completions: Path, target: str, cache: Path) -> dict[str, Rows
 
 
 def write_replies(
-    target: str, prompt_files: list[Path], heldout: RowsInMemory, cache: Path, num_heldout: int, device: str
+    target: str,
+    prompt_files: list[Path],
+    heldout: RowsInMemory,
+    cache: Path,
+    *,
+    num_heldout: int,
+    max_length: int,
+    max_new_tokens: int,
+    device: str,
 ) -> dict[str, RowsInMemory]:
     """
     Replies of the target, made once: a set for each file of prompts and temperature, and one at temperature 1 for held-out
@@ -109,7 +115,7 @@ def write_replies(
                 (name, encode_prompt(tokenizer, row["messages"], enable_thinking=True)[0].tolist())
                 for row in read_jsonl(path)
             ]
-        prompts = [(name, ids) for name, ids in prompts if len(ids) + MAX_NEW_TOKENS <= MAX_LENGTH]
+        prompts = [(name, ids) for name, ids in prompts if len(ids) + max_new_tokens <= max_length]
         prompts.sort(key=lambda prompt: len(prompt[1]))
         lines = []
         for temperature in TEMPERATURES:
@@ -119,7 +125,7 @@ def write_replies(
                 replies = generate_replies(
                     model,
                     [ids for _, ids in batch],
-                    max_new_tokens=MAX_NEW_TOKENS,
+                    max_new_tokens=max_new_tokens,
                     eos_token_ids=[tokenizer.eos_token_id],
                     sampling=LocalSampling(temperature=temperature),
                 )

@@ -7,7 +7,6 @@ import itertools
 import json
 from pathlib import Path
 
-import quality_data
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +23,7 @@ def make_tiny(arguments) -> None:
     arguments.prompts = [arguments.work / "prompts_eval_pocket.jsonl"]
     arguments.heldout_rows, arguments.rows_at_points, arguments.decode_tokens = 2, 1, 12
     arguments.tokens = min(arguments.tokens, 2e3)
-    quality_data.MAX_LENGTH, quality_data.MAX_NEW_TOKENS = 256, 12
+    arguments.max_length, arguments.max_new_tokens = 256, 12
     if target.exists():
         return
     tokenizer = AutoTokenizer.from_pretrained(POCKET)
