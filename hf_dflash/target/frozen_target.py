@@ -4,10 +4,13 @@
 
 import contextlib
 import copy
+import threading
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
+from transformers import masking_utils
 
 from .compiled_layers import compile_decoder
 from .fp8 import quantize_to_fp8
@@ -170,7 +173,7 @@ class FrozenTarget:
             return self._nothing(label_positions is not None, return_label_hidden_states, device)
 
         # Without labels nothing behind the last captured layer is needed.
-        with self._capture.stop_early(label_positions is None), _current_device(self.device):
+        with self._capture.stop_early(label_positions is None), _current_device(self.device), _rows_are_documents():
             output = self.decoder(input_ids=upload(input_ids, self.device), attention_mask=None, use_cache=False)
         layers = self._capture.features
         self._capture.clear()
@@ -210,3 +213,30 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _current_device(device: torch.device):
     """Triton kernels are launched on the current device, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class _ThisThread(threading.local):
+    rows_are_documents = False
+
+
+_this_thread = _ThisThread()
+
+
+@contextlib.contextmanager
+def _rows_are_documents():
+    """Without a mask, transformers looks for packed documents among the positions, and the host waits for the answer."""
+    _ask_this_thread_first()
+    _this_thread.rows_are_documents = True
+    try:
+        yield
+    finally:
+        _this_thread.rows_are_documents = False
+
+
+@lru_cache(maxsize=1)
+def _ask_this_thread_first() -> None:
+    look = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if look is not None:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: (
+            None if _this_thread.rows_are_documents else look(position_ids)
+        )

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from tiny_models import HIDDEN_SIZE, KINDS, VOCAB_SIZE, make_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
+from hf_dflash.target import frozen_target
 from hf_dflash.target.frozen_target import FrozenTarget
 
 
@@ -163,3 +164,20 @@ def test_a_target_loads_by_name_in_its_own_dtype(tmp_path):
 def test_unusable_layer_ids_are_refused(tiny_qwen3, ids):
     with pytest.raises(ValueError, match="target_layer_ids"):
         FrozenTarget(tiny_qwen3, ids)
+
+
+def test_transformers_looks_for_packed_documents_in_other_calls_only(monkeypatch):
+    """It makes the host wait for the device, in each forward pass."""
+    model = make_target("qwen3_sliding")
+    target, asked = FrozenTarget(model, [1]), []
+    frozen_target._ask_this_thread_first.cache_clear()
+    look = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(
+        masking_utils, "find_packed_sequence_indices", lambda position_ids: asked.append(1) or look(position_ids)
+    )
+    input_ids = torch.randint(6, VOCAB_SIZE, (2, 12))
+    target(input_ids, torch.tensor([12, 5]))
+    assert not asked
+    model(input_ids, use_cache=False)
+    assert asked
+    frozen_target._ask_this_thread_first.cache_clear()
