@@ -354,11 +354,12 @@ def describe_run(trainer: DFlashTrainer, arguments, setting: str, seed: int, tok
 
 
 def write_card(trainer: DFlashTrainer, folder: Path) -> None:
-    """What `DFlashTrainer` writes beside a drafter, without the weights."""
+    """What `DFlashTrainer` writes beside a drafter, without the weights; and its log, from which curves can be drawn elsewhere."""
     output_dir, trainer.args.output_dir = trainer.args.output_dir, str(folder)
     try:
         trainer.create_model_card()
         trainer.drafter_config.save_pretrained(folder)
+        save_json(folder / "log_history.json", trainer.state.log_history)
     finally:
         trainer.args.output_dir = output_dir
 

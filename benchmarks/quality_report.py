@@ -6,6 +6,10 @@ import json
 import statistics
 from pathlib import Path
 
+from hf_dflash.drafter.configuration_dflash import DFlashConfig
+from hf_dflash.hub.model_card import CURVES_FILE, create_drafter_card, read_training_record
+from hf_dflash.training.curves import plot_curves
+
 
 BEGIN, END = "<!-- results: written by `quality.py --report` -->", "<!-- end of results -->"
 # Columns: their heading, and the key of a curve's point.
@@ -146,6 +150,17 @@ def plot(runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def complete_card(folder: Path) -> None:
+    """Gives a card its curves, where it was written on a machine without matplotlib."""
+    if (folder / CURVES_FILE).exists():
+        return
+    plot_curves(json.loads((folder / "log_history.json").read_text(encoding="utf-8")), str(folder / CURVES_FILE))
+    config, record = DFlashConfig.from_pretrained(folder), read_training_record(folder)
+    create_drafter_card(
+        config, target_name=config.target_name_or_path, repo_id=folder.name, record=record, has_curves=True
+    ).save(folder / "README.md")
+
+
 def write_report(results: Path, document: Path) -> None:
     """
     Puts tables between the two marks of a Markdown document, and a picture beside the results.
@@ -165,4 +180,6 @@ def write_report(results: Path, document: Path) -> None:
         before + BEGIN + "\n\n" + "\n\n".join(part for part in parts if part) + "\n\n" + END + after, encoding="utf-8"
     )
     plot(runs, results / "curves.png")
+    for folder in results.glob("card-*"):
+        complete_card(folder)
     print(f"{len(runs)} runs: {document}, {results / 'curves.png'}")

@@ -27,7 +27,7 @@ def quality(monkeypatch):
 
 def test_a_tiny_run_is_measured_at_four_points_decodes_losslessly_and_is_not_done_twice(quality, tmp_path, capsys):
     argv = ["--tiny", "--work", str(tmp_path / "work"), "--results", str(tmp_path), "--setting", "muon_dpace"]
-    quality.main([*argv, "--decode", "1"])
+    quality.main([*argv, "--decode", "1", "--card"])
     (path,) = tmp_path.glob("muon_dpace-*-seed0.json")
     result = json.loads(path.read_text())
     assert result["finished"] and result["steps"] == result["max_steps"] and result["blocks"] > 0
@@ -40,6 +40,16 @@ def test_a_tiny_run_is_measured_at_four_points_decodes_losslessly_and_is_not_don
     assert greedy["identical_to_plain"] == greedy["compared"] == 2
     for way in (greedy, sampled):
         assert way["decoded_acceptance_length"] == way["walked_acceptance_length"]
+
+    # As if the card had been written without matplotlib.
+    from quality_report import complete_card
+
+    (card,) = tmp_path.glob("card-*")
+    (card / "training_curves.png").unlink()
+    text = (card / "README.md").read_text(encoding="utf-8")
+    complete_card(card)
+    assert (card / "training_curves.png").stat().st_size > 0
+    assert (card / "README.md").read_text(encoding="utf-8") == text
 
     capsys.readouterr()
     quality.main(argv)
