@@ -150,6 +150,27 @@ def plot(runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def make_speed_table(folder: Path) -> str:
+    """What `quality.py --speed` measured: settings alone on the device, target and compilation included or not as it says."""
+    path = folder / "speed.json"
+    if not path.exists():
+        return ""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    fastest_peer = max(
+        (r["context_tokens_per_second"] for r in results if r["setting"].startswith("speculators")), default=0
+    )
+    lines = ["Alone on the device, target's forward pass included, compilation left out:", ""]
+    lines += [
+        "| setting | attention | compiled layers | context tokens / s | in the time of 12M tokens of the fastest peer |"
+    ]
+    lines += ["|---" * 5 + "|"]
+    for r in results:
+        speed = r["context_tokens_per_second"]
+        reached = f"{12 * speed / fastest_peer:.1f}M" if fastest_peer else "-"
+        lines.append(f"| `{r['setting']}` | {r['attention']} | {r['compile_layers']} | {speed:,} | {reached} |")
+    return "\n".join(lines)
+
+
 def complete_card(folder: Path) -> None:
     """Gives a card its curves, where it was written on a machine without matplotlib."""
     if (folder / CURVES_FILE).exists():
@@ -175,7 +196,7 @@ def write_report(results: Path, document: Path) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{document} has no lines {BEGIN!r} and {END!r} to write between.")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    parts = [compare_with_peers(runs), make_tables(runs)]
+    parts = [compare_with_peers(runs), make_tables(runs), make_speed_table(results)]
     document.write_text(
         before + BEGIN + "\n\n" + "\n\n".join(part for part in parts if part) + "\n\n" + END + after, encoding="utf-8"
     )

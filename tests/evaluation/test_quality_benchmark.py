@@ -185,6 +185,12 @@ def test_the_report_has_means_spreads_and_the_lead_over_speculators(quality, tmp
     write_run(tmp_path, "other_shape", 0, [1.0, 9.0], num_hidden_layers=5)
     write_run(tmp_path, "cut_off", 0, [8.0], finished=False)
     write_run(tmp_path, "speculators", 0, [1.0, 1.75], peer={})
+    speeds = [
+        {"setting": name, "context_tokens_per_second": speed}
+        for name, speed in (("base", 3000), ("speculators", 2000))
+    ]
+    more = {"attention": "auto", "compile_layers": "off"}
+    (tmp_path / "speed.json").write_text(json.dumps([speed | more for speed in speeds]))
     document = tmp_path / "ablations.md"
     document.write_text(
         "above\n<!-- results: written by `quality.py --report` -->\nold\n<!-- end of results -->\nbelow\n"
@@ -194,6 +200,7 @@ def test_the_report_has_means_spreads_and_the_lead_over_speculators(quality, tmp
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     assert "| `base` | 12M | 1.50M | 0, 1 | 2.10 ± 0.10 | - | 3.10 ± 0.10 |" in text
     assert "- `base` is +20.0% against `speculators`" in text
+    assert "| `base` | auto | off | 3,000 | 18.0M |" in text
     assert "cut_off" not in text and text.index("other_shape") < text.index("`base` | 12M |")
     assert (tmp_path / "curves.png").stat().st_size > 0
 
