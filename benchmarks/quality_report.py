@@ -151,7 +151,7 @@ def plot(runs: list[dict], path: Path) -> None:
 
 
 def make_speed_table(folder: Path) -> str:
-    """What `quality.py --speed` measured: settings alone on the device, target and compilation included or not as it says."""
+    """What `quality.py --speed` measured, empty where it has not."""
     path = folder / "speed.json"
     if not path.exists():
         return ""
