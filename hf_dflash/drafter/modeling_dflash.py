@@ -97,6 +97,11 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return states * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+# Flex attention checks bounds at each load unless lengths are known to be multiples of its tiles, which it does not find out
+# of dynamic ones; and each row for having no key at all, but a slot always sees itself.
+FILLED_TILES = {"IS_DIVISIBLE": True, "ROWS_GUARANTEED_SAFE": True}
+
+
 def _compile(function: Callable, **options) -> Callable:
     # Each kind of layer is compiled by itself, for training and evaluation, for one row and several. Past dynamo's limit of 8
     # variants it would go on uncompiled, where flex attention holds every score; `fullgraph` makes that an error.
@@ -128,6 +133,9 @@ class DFlashAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        # Training pads anchors to multiples of 16 (see `pad_to_bucket`): other block sizes fill tiles of 128 by chance only, and
+        # each of the two cases would have code of its own.
+        self.is_padded_to_tiles = config.block_size % 8 == 0
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -167,7 +175,10 @@ class DFlashAttention(nn.Module):
             # backward: training there uses dense masks.
             is_compiled = queries.is_cuda and not torch.compiler.is_compiling()
             flex = _compiled_flex_attention() if is_compiled else flex_attention
-            out = flex(queries, keys, values, block_mask=attention_mask, enable_gqa=True)
+            options = None
+            if queries.is_cuda and self.is_padded_to_tiles and q_len % 128 == 0 and keys.shape[2] % 128 == 0:
+                options = FILLED_TILES
+            out = flex(queries, keys, values, block_mask=attention_mask, enable_gqa=True, kernel_options=options)
         return self.o_proj(out.transpose(1, 2).reshape(batch, q_len, -1))
 
 

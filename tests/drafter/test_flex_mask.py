@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_drafters import MASK_TOKEN_ID, make_drafter, make_rows
 from torch.nn.attention.flex_attention import create_block_mask
 
+from hf_dflash.data.batching import collate_rows
 from hf_dflash.drafter.blocks import create_anchor_block_mask_mod, create_flex_mask
+from hf_dflash.training.block_batch import draw_blocks
 
 
 def visible_tiles(num_blocks, indices):
@@ -68,3 +71,23 @@ def test_tiles_that_no_block_sees_are_skipped(block_size):
     )
     assert not visited[..., :4].any(), "tiles of another document"
     assert not visited[..., 5:8].any(), "tiles behind every anchor"
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 24])
+@pytest.mark.parametrize("num_anchors", [1, 17, 200])
+def test_packed_rows_fill_whole_tiles_where_the_drafter_counts_on_it(tiny_qwen3, block_size, num_anchors):
+    """Flex attention then checks no bounds."""
+    assert make_drafter(tiny_qwen3, block_size=block_size).layers[0].self_attn.is_padded_to_tiles
+    assert not make_drafter(tiny_qwen3, block_size=10).layers[0].self_attn.is_padded_to_tiles
+    for length in (2, 100, 129, 1000):
+        batch = draw_blocks(
+            collate_rows(make_rows(["0" * 3 + "1" * length, "1" * 7])),
+            block_size=block_size,
+            mask_token_id=MASK_TOKEN_ID,
+            num_anchors=num_anchors,
+            anchor_ratio=None,
+            seed=0,
+            epoch=0,
+            packed=True,
+        )
+        assert batch.slot_ids.shape[1] % 128 == 0 and batch.context_index.shape[1] % 128 == 0
