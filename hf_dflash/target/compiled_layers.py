@@ -12,7 +12,7 @@ import logging
 import torch
 from torch import nn
 
-from .gated_delta_net import is_gated_delta_net, load_delta_rule, mix
+from .gated_delta_net import is_gated_delta_net, join_projections, load_delta_rule, mix
 
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ def compile_decoder(decoder: nn.Module, *, dynamic: bool = True, backend: str = 
     for layer in decoder.layers:
         for module in layer.modules():
             if is_gated_delta_net(module):
+                if delta_rule is not None:
+                    join_projections(module)
                 _replace_mixer(module, delta_rule, dynamic, backend)
             elif "gateddeltanet" in type(module).__name__.lower():
                 module.forward = torch.compiler.disable(module.forward)

@@ -9,6 +9,8 @@ Features and labels change a little; `benchmarks/target_forward.py` measures how
 import torch
 from torch import nn
 
+from .gated_delta_net import separate_projections
+
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -72,6 +74,7 @@ def quantize_to_fp8(decoder: nn.Module, smallest: int = 1024) -> int:
         )
     changed = 0
     for module in list(decoder.layers.modules()):
+        separate_projections(module)
         for name, child in list(module.named_children()):
             shape = (getattr(child, "in_features", 0), getattr(child, "out_features", 0))
             if type(child) is nn.Linear and min(shape) >= smallest and not any(size % 16 for size in shape):

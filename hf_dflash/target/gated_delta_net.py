@@ -19,11 +19,38 @@ from transformers.activations import ACT2FN
 
 
 _PARTS = "in_proj_qkv in_proj_z in_proj_b in_proj_a conv1d A_log dt_bias norm out_proj".split()
+# Not the gate's: `fla`'s norm would copy a piece of a wider tensor.
+_JOINED = "in_proj_qkv in_proj_b in_proj_a".split()
 
 
 def is_gated_delta_net(module: nn.Module) -> bool:
     """Whether a module has the parts of Qwen3.5's gated delta net, under their names there."""
     return all(hasattr(module, part) for part in _PARTS)
+
+
+def join_projections(module: nn.Module) -> None:
+    """Lays the weights of three of a frozen mixer's input projections behind one another, so that one product does for them: a
+    product with 48 outputs takes long to read its input. The projections keep their weights, as views.
+
+    Args:
+        module (`nn.Module`): the mixer; left as it is where a projection is no plain `nn.Linear` without a bias.
+    """
+    linears = [getattr(module, name) for name in _JOINED]
+    if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
+        return
+    module.joined_projections = torch.cat([linear.weight.detach() for linear in linears])
+    parts = module.joined_projections.split([linear.out_features for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight.data = part
+
+
+def separate_projections(module: nn.Module) -> None:
+    """Undoes [`join_projections`], before a projection is replaced; the others would keep the memory of all."""
+    if getattr(module, "joined_projections", None) is not None:
+        del module.joined_projections
+        for name in _JOINED:
+            linear = getattr(module, name)
+            linear.weight.data = linear.weight.data.clone()
 
 
 def load_delta_rule():
@@ -58,7 +85,13 @@ def prepare_delta_rule(module: nn.Module, hidden_states: torch.Tensor) -> tuple[
     dtype = hidden_states.dtype
     activation = F.silu if module.activation in ("silu", "swish") else ACT2FN[module.activation]
     widths = (module.key_dim, module.key_dim, module.value_dim)
-    projected = module.in_proj_qkv(hidden_states).split(widths, dim=-1)
+    joined = getattr(module, "joined_projections", None)
+    if joined is None:
+        projected, beta, step = (getattr(module, name)(hidden_states) for name in _JOINED)
+    else:
+        widths_of_joined = [getattr(module, name).out_features for name in _JOINED]
+        projected, beta, step = F.linear(hidden_states, joined).split(widths_of_joined, dim=-1)
+    projected = projected.split(widths, dim=-1)
     weights = module.conv1d.weight.squeeze(1).split(widths)
     biases = [None] * 3 if module.conv1d.bias is None else module.conv1d.bias.split(widths)
     query, key, value = (
@@ -70,13 +103,13 @@ def prepare_delta_rule(module: nn.Module, hidden_states: torch.Tensor) -> tuple[
         states = states.reshape(rows, length, module.num_k_heads, module.head_k_dim)
         return (states * torch.rsqrt((states * states).sum(-1, keepdim=True) + 1e-6)).to(dtype)
 
-    decay_step = F.softplus(module.in_proj_a(hidden_states).float() + module.dt_bias.float())
+    decay_step = F.softplus(step.float() + module.dt_bias.float())
     return (
         normalize(query),
         normalize(key),
         value.to(dtype).reshape(rows, length, module.num_v_heads, module.head_v_dim),
         -module.A_log.float().exp() * decay_step,
-        module.in_proj_b(hidden_states).sigmoid(),
+        beta.sigmoid(),
         module.in_proj_z(hidden_states).reshape(rows, length, module.num_v_heads, module.head_v_dim),
     )
 

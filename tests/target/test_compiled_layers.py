@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_dflash.target.compiled_layers import compile_decoder
+from hf_dflash.target.fp8 import quantize_to_fp8
 from hf_dflash.target.frozen_target import FrozenTarget
 from hf_dflash.target.gated_delta_net import causal_convolution, is_gated_delta_net
 
@@ -105,6 +106,33 @@ def test_only_mixers_with_all_parts_of_qwen3_5_are_taken_for_one():
     layers = make_target("qwen3_5").get_decoder().layers
     assert is_gated_delta_net(layers[0].linear_attn)
     assert not is_gated_delta_net(layers[2].self_attn) and not is_gated_delta_net(layers[0].mlp)
+
+
+def storage(weight):
+    return weight.untyped_storage().data_ptr()
+
+
+def test_joined_projections_keep_their_weights_until_fp8_replaces_one_of_them():
+    model, untouched = make_target("qwen3_5"), make_target("qwen3_5")
+    decoder = model.get_decoder()
+    compile_decoder(decoder, backend="eager", delta_rule=delta_rule)
+    mixer = decoder.layers[0].linear_attn
+    narrow = [mixer.in_proj_b.weight, mixer.in_proj_a.weight]
+    assert {storage(weight) for weight in narrow} == {storage(mixer.joined_projections)}
+    expected = untouched.state_dict()
+    assert {name: torch.equal(value, expected[name]) for name, value in model.state_dict().items()} == dict.fromkeys(
+        expected, True
+    )
+    assert quantize_to_fp8(decoder, smallest=16)
+    assert not hasattr(mixer, "joined_projections")
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in narrow)
+    batch = make_batch(2, 9)
+    target = FrozenTarget(model, IDS)
+    plain = FrozenTarget(untouched, IDS)
+    quantize_to_fp8(plain.decoder, smallest=16)
+    torch.testing.assert_close(
+        target(*batch).context_hidden_states, plain(*batch).context_hidden_states, rtol=0, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
