@@ -36,7 +36,8 @@ class Report:
     def add(self, stage: str, values: dict) -> dict:
         rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
         self.results["stages"][stage] = rounded
-        print(f"[{time.perf_counter() - self.start:6.1f} s] {stage}: {rounded}", flush=True)
+        shown = {k: v for k, v in rounded.items() if not isinstance(v, list)}
+        print(f"[{time.perf_counter() - self.start:6.1f} s] {stage}: {shown}", flush=True)
         self.save()
         return values
 
@@ -124,3 +125,60 @@ def peak_gib(run: Callable[[], object], device: torch.device) -> float | None:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) / 2**30
+
+
+def profile(run: Callable[[], object], device: torch.device, top: int = 25) -> dict:
+    """Milliseconds of one run by kind of kernel, and the kernels that take longest (printed, and saved by name).
+
+    Args:
+        run (`Callable`): warmed up.
+        top (`int`, *optional*, defaults to 25): kernels to name.
+    """
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    is_cuda = device.type == "cuda"
+    run()
+    synchronize(device)
+    with record(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as recorded:
+        run()
+        synchronize(device)
+    kernels = []
+    for event in recorded.key_averages():
+        microseconds = event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        if microseconds:
+            kernels.append((microseconds / 1e3, event.count, event.key))
+    kernels.sort(reverse=True)
+    kinds = {}
+    for elapsed, count, name in kernels[:top]:
+        print(f"{elapsed:9.3f} ms {count:5d} x  {name[:130]}", flush=True)
+    for elapsed, _, name in kernels:
+        kind = kind_of_kernel(name)
+        kinds[kind] = kinds.get(kind, 0.0) + elapsed
+    return {
+        **kinds,
+        "all ms": sum(kinds.values()),
+        "kernels": [
+            {"ms": round(elapsed, 3), "calls": count, "name": name[:130]} for elapsed, count, name in kernels[:top]
+        ],
+    }
+
+
+KINDS_OF_KERNELS = {
+    "attention ms": ("flex_attention", "flash", "fmha", "attention"),
+    "delta rule ms": ("chunk_", "gated_delta", "solve_tril", "recompute_w_u", "merge_16x16", "kkt"),
+    "loss ms": ("cross_entropy",),
+    "products ms": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "aten::mm", "aten::addmm", "aten::bmm"),
+    "copies ms": ("memcpy", "memset"),
+}
+
+
+def kind_of_kernel(name: str) -> str:
+    """What a kernel does, by its name; the first kind that fits."""
+    lowered = name.lower()
+    for kind, parts in KINDS_OF_KERNELS.items():
+        if any(part in lowered for part in parts) and not lowered.startswith(
+            ("triton_poi", "triton_red", "triton_per")
+        ):
+            return kind
+    return "element-wise and sums ms"

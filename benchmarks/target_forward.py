@@ -9,17 +9,19 @@ Eight of the 64 layers stand on the device (six gated-delta-net, two full-attent
 weights at full width; the time of the whole is eight times theirs. Stages: stock; stock with `fla`'s causal convolution in
 the place of transformers' reference; ours, compiled layer by layer; ours in FP8. TFLOP/s count the products with the layers'
 weights only. Labels: the head at every position. How many labels a stage changes against stock is counted too; random
-weights are the worst case for that, since their logits are nearly tied. `--model` counts them for a real model, on text that
-it wrote itself.
+weights are the worst case for that, since their logits are nearly tied. `--model` counts them for a real model, on
+conversations (`--text`, by default those that SmolLM2-135M-Instruct wrote). `--stages compiled profile` names the kernels.
 """
 
 import argparse
+import gzip
+import json
 import sys
 from pathlib import Path
 
 import torch
-from measuring import Report, milliseconds, peak_gib
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from measuring import Report, milliseconds, peak_gib, profile
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from hf_dflash.target.fp8 import quantize_to_fp8
 from hf_dflash.target.frozen_target import FrozenTarget
@@ -50,6 +52,7 @@ TINY = {
     "linear_value_head_dim": 8,
 }
 WHOLE = 64
+CONVERSATIONS = Path(__file__).parents[1] / "recipes" / "smollm2" / "completions.jsonl.gz"
 
 
 def make_model(shapes: dict, num_layers: int, device, dtype):
@@ -164,28 +167,63 @@ def use_fla_convolution():
     return undo
 
 
-def count_changed_labels(path: str, device) -> dict:
-    """Of a real model on 8 texts of 512 tokens that it sampled: bf16 compiled and FP8 against bf16 stock."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
-    torch.manual_seed(0)
-    start = torch.randint(0, model.config.get_text_config().vocab_size, (8, 1), device=device)
-    text = model.generate(start, do_sample=True, max_new_tokens=511, min_new_tokens=511, pad_token_id=0)
-    target = FrozenTarget(model, [0])
-    forward = Forward(target, *text.shape)
-    forward.input_ids = text
-    stock = forward.labels()
-    compiled = stock
+def read_conversations(path: Path, tokenizer, count: int, longest: int) -> list[tuple[list[int], int]]:
+    """Token ids of conversations and where their last reply begins; what is longer is cut."""
+    conversations = []
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            messages = json.loads(line)["messages"]
+            options = {"tokenize": True, "return_dict": False}
+            prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+            whole = tokenizer.apply_chat_template(messages, **options)[:longest]
+            if len(whole) > len(prompt) + 1:
+                conversations.append((whole, len(prompt)))
+            if len(conversations) == count:
+                break
+    return conversations
+
+
+def predict_replies(target: FrozenTarget, conversations: list, rows: int = 16) -> torch.Tensor:
+    """The target's label for each token of the replies, batch after batch."""
+    labels = []
+    for start in range(0, len(conversations), rows):
+        batch = conversations[start : start + rows]
+        lengths = torch.tensor([len(ids) for ids, _ in batch])
+        input_ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.long)
+        positions, begin = [], 0
+        for row, (ids, reply) in enumerate(batch):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            positions.append(torch.arange(begin + reply - 1, begin + len(ids) - 1))
+            begin += len(ids)
+        labels.append(target(input_ids, lengths, torch.cat(positions)).label_ids.cpu())
+    return torch.cat(labels)
+
+
+def count_changed_labels(path: str, text: Path, device, count: int) -> dict:
+    """Of a real model on real replies: bf16 as it is, compiled and in FP8, each against bf16 as it is and against fp32, whose
+    distance from bf16 is what rounding alone does."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    conversations = read_conversations(text, tokenizer, count, 512)
+
+    def load(dtype):
+        return FrozenTarget(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device), [0])
+
+    labels = {"fp32": predict_replies(load(torch.float32), conversations)}
+    target = load(torch.bfloat16)
+    labels["bf16"] = predict_replies(target, conversations)
     if device.type == "cuda":
-        target.compile_layers()
-        compiled = forward.labels()
-    smallest = min(256, model.config.get_text_config().hidden_size)
-    changed = quantize_to_fp8(target.decoder, smallest=smallest)
-    return {
-        "compiled": float((compiled != stock).float().mean()),
-        "FP8": float((forward.labels() != stock).float().mean()),
-        "matrices in FP8": changed,
-        "labels": stock.numel(),
-    }
+        labels["bf16, compiled"] = predict_replies(target.compile_layers(), conversations)
+    target = load(torch.bfloat16)
+    smallest = min(128, target.config.hidden_size)
+    matrices = quantize_to_fp8(target.decoder, smallest=smallest)
+    labels["FP8"] = predict_replies(target, conversations)
+    result = {"labels": len(labels["fp32"]), "conversations": len(conversations), "matrices in FP8": matrices}
+    for name, ours in labels.items():
+        for reference in ("bf16", "fp32"):
+            if name not in ("fp32", reference):
+                share = float((ours != labels[reference]).float().mean())
+                result[f"{name}: share that differs from {reference}"] = share
+    return result
 
 
 def main() -> int:
@@ -196,6 +234,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--stages", nargs="*", default=["stock", "convolution", "compiled", "fp8"])
     parser.add_argument("--model", help="count the labels that change for this model, too")
+    parser.add_argument("--text", type=Path, default=CONVERSATIONS, help="conversations for `--model`, .jsonl.gz")
+    parser.add_argument("--conversations", type=int, default=128, help="how many of them")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
@@ -205,6 +245,14 @@ def main() -> int:
     shapes, dtype = (QWEN36, torch.bfloat16) if is_cuda else (TINY, torch.float32)
     report = Report(args.output, device, shapes=shapes, layers=args.layers, tokens=args.tokens)
 
+    if args.model:
+        report.run(
+            f"labels of {Path(args.model).name}",
+            lambda: count_changed_labels(args.model, args.text, device, args.conversations),
+            200,
+        )
+    if not args.stages:
+        return 0
     model = make_model(shapes, args.layers, device, dtype)
     target = FrozenTarget(model, [0, args.layers - 2])
     forwards = [Forward(target, rows, args.tokens // rows) for rows in (4, 1)]
@@ -231,6 +279,8 @@ def main() -> int:
         report.run("half of the layers, ours", lambda: measure_early_end(forwards[0], args.repeats))
     elif not is_cuda:
         report.run("half of the layers", lambda: measure_early_end(forwards[0], args.repeats))
+    if "profile" in args.stages:
+        report.run("profile", lambda: profile(forwards[0], device))
     if "fp8" in args.stages:
         print(f"{quantize_to_fp8(target.decoder, smallest=1024 if is_cuda else 16)} matrices in FP8", flush=True)
         results["fp8"] = report.run("ours, FP8", lambda: measure(forwards, reference, args.repeats), 200)
@@ -238,8 +288,6 @@ def main() -> int:
         for stage in ("compiled", "fp8"):
             if results.get("stock") and results.get(stage):
                 report.ratio(f"stock / {stage}, {name.split()[0]}", results["stock"][name], results[stage][name])
-    if args.model:
-        report.run(f"labels of {Path(args.model).name}", lambda: count_changed_labels(args.model, device), 200)
     return 0
 
 

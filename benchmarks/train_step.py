@@ -19,17 +19,18 @@ is measured with cross-entropy on the data's tokens, its cheapest loss, which ne
 
 import argparse
 import contextlib
+import gc
 import sys
 import time
 from pathlib import Path
 
 import torch
-from measuring import Report, milliseconds, peak_gib, synchronize
+from measuring import Report, milliseconds, peak_gib, profile, synchronize
 
 from hf_dflash.drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
 from hf_dflash.drafter.losses import compute_dflash_loss
-from hf_dflash.drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
+from hf_dflash.drafter.modeling_dflash import FILLED_TILES, DFlashForSpeculation, create_training_masks
 from hf_dflash.target.language_head import LanguageHead
 
 
@@ -281,19 +282,38 @@ class ModelOptimizer:
         )[0]
 
 
-def measure_step(make_side, repeats: int, device) -> dict:
-    """A whole step without waits in between, its parts with waits, and the peak memory."""
-    side = make_side()
-    uses_autocast = device.type == "cuda" and next(side.model.parameters()).dtype == torch.float32
+def held_gib(device) -> float:
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
-    def autocast():
-        return torch.autocast("cuda", torch.bfloat16) if uses_autocast else contextlib.nullcontext()
 
-    def step():
-        with autocast():
+class Step:
+    """Forward and backward pass of a side."""
+
+    def __init__(self, side, device):
+        self.side = side
+        self.uses_autocast = device.type == "cuda" and next(side.model.parameters()).dtype == torch.float32
+
+    def autocast(self):
+        return torch.autocast("cuda", torch.bfloat16) if self.uses_autocast else contextlib.nullcontext()
+
+    def __call__(self):
+        side = self.side
+        with self.autocast():
             loss = side.loss(side.forward(side.make_mask()))
         loss.backward()
         side.model.zero_grad(set_to_none=True)
+
+
+def measure_step(make_side, inputs_gib: float, repeats: int, device) -> dict:
+    """A whole step without waits in between, its parts with waits, and the peak memory.
+
+    Compiled code of an earlier side may still hold its weights: it is let go, and what is left is taken off the peak.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    left_over = held_gib(device) - inputs_gib
+    step = Step(make_side(), device)
+    side = step.side
 
     synchronize(device)
     start = time.perf_counter()
@@ -301,7 +321,9 @@ def measure_step(make_side, repeats: int, device) -> dict:
         step()
     synchronize(device)
     result = {"warm_up_s": time.perf_counter() - start}
-    result["peak_gib"] = peak_gib(step, device)
+    peak = peak_gib(step, device)
+    result["peak_gib"] = None if peak is None else peak - left_over
+    result["left_by_others_gib"] = left_over
     result["step_ms"] = milliseconds(step, repeats, device)
 
     parts = {"mask": [], "forward": [], "loss": [], "backward": []}
@@ -310,12 +332,84 @@ def measure_step(make_side, repeats: int, device) -> dict:
         for name, part in zip(parts, (side.make_mask, side.forward, side.loss, torch.Tensor.backward), strict=True):
             synchronize(device)
             begin = time.perf_counter()
-            with autocast() if name != "backward" else contextlib.nullcontext():
+            with step.autocast() if name != "backward" else contextlib.nullcontext():
                 value = part() if value is None else part(value)
             synchronize(device)
             parts[name].append((time.perf_counter() - begin) * 1e3)
         side.model.zero_grad(set_to_none=True)
     return result | {f"{name}_ms": min(values) for name, values in parts.items()}
+
+
+def profile_step(side, device) -> dict:
+    """Where the time of a step goes, kernel by kernel."""
+    step = Step(side, device)
+    for _ in range(2):
+        step()
+    return profile(step, device)
+
+
+# Tiles of flex attention: PyTorch's own choice for this device, and others.
+TILES = {
+    "own": {},
+    "bounds checked": {"IS_DIVISIBLE": False, "ROWS_GUARANTEED_SAFE": False},
+    "bwd 2 stages": {"bwd_num_stages": 2},
+    "bwd 4 warps": {"bwd_num_warps": 4, "bwd_num_stages": 2},
+    "bwd 64x64": {
+        **{f"bwd_BLOCK_{name}": 64 for name in ("M1", "N1", "M2", "N2")},
+        "bwd_num_warps": 4,
+        "bwd_num_stages": 3,
+    },
+    "bwd 64x128, 2 stages; fwd 128x128": {
+        "bwd_num_stages": 2,
+        "fwd_BLOCK_M": 128,
+        "fwd_BLOCK_N": 128,
+        "fwd_num_warps": 8,
+        "fwd_num_stages": 2,
+    },
+    "fwd 128x64, 4 warps": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
+    "fwd 2 stages": {"fwd_num_stages": 2},
+    "prescaled": {"PRESCALE_QK": True},
+}
+
+
+def measure_attention(side: Ours, options: dict, repeats: int) -> dict:
+    """Attention of one layer, forward and backward, by the kernels that training runs."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()
+    inputs, config = side.inputs, side.inputs.config
+    mask = next(iter(side.make_mask().values()))
+    slots = inputs.num_anchors * inputs.block_size
+    key_length = inputs.context_length + slots
+    # Heads behind positions, as the projections leave them.
+    queries, keys, values = (
+        torch.randn(1, length, heads, config.head_dim, device=inputs.device, dtype=inputs.dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for length, heads in (
+            (slots, config.num_attention_heads),
+            (key_length, config.num_key_value_heads),
+            (key_length, config.num_key_value_heads),
+        )
+    )
+    attend = torch.compile(flex_attention, fullgraph=True, dynamic=True)
+    upstream = torch.randn_like(queries)
+
+    def forward():
+        return attend(
+            queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options={**FILLED_TILES, **options}
+        )
+
+    def both():
+        forward().backward(upstream)
+        queries.grad = keys.grad = values.grad = None
+
+    for _ in range(2):
+        both()
+    return {
+        "forward ms": milliseconds(forward, repeats, inputs.device),
+        "both ms": milliseconds(both, repeats, inputs.device),
+    }
 
 
 def measure_loss(inputs: Inputs, implementation: str, max_elements: int, repeats: int) -> dict:
@@ -388,7 +482,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512)
-    parser.add_argument("--stages", nargs="*", default=["loss", "ours", "peers", "static"])
+    parser.add_argument(
+        "--stages", nargs="*", default=["loss", "ours", "peers", "static"], help="also: profile, attention"
+    )
+    parser.add_argument("--bf16-only", action="store_true", help="without fp32 parameters under autocast")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
@@ -406,6 +503,7 @@ def main() -> int:
         shapes=TINY if args.tiny else QWEN36,
     )
     inputs = Inputs(config, args.context, args.anchors, device, dtype)
+    inputs_gib = held_gib(device)
 
     labels = report.run("labels", lambda: measure_labels(inputs, args.repeats))
     if "loss" in args.stages:
@@ -420,6 +518,8 @@ def main() -> int:
 
     sides = {"hf_dflash": Ours, "speculators": Speculators, "Model-Optimizer": ModelOptimizer}
     precisions = {"bf16 parameters": torch.bfloat16, "fp32 parameters, bf16 autocast": torch.float32}
+    if args.bf16_only:
+        del precisions["fp32 parameters, bf16 autocast"]
     if not is_cuda:
         precisions = {"fp32": torch.float32}
     steps = {}
@@ -428,13 +528,24 @@ def main() -> int:
             if ("ours" if side is Ours else "peers") in args.stages:
                 steps[name, precision] = report.run(
                     f"{name}, {precision}",
-                    lambda s=side, p=parameter_dtype: measure_step(lambda: s(inputs, p), args.repeats, device),
+                    lambda s=side, p=parameter_dtype: measure_step(
+                        lambda: s(inputs, p), inputs_gib, args.repeats, device
+                    ),
                 )
     if "static" in args.stages and is_cuda:
         report.run(
             "hf_dflash, bf16 parameters, fixed shapes",
-            lambda: measure_step(lambda: Ours(inputs, torch.bfloat16, dynamic=False), args.repeats, device),
+            lambda: measure_step(
+                lambda: Ours(inputs, torch.bfloat16, dynamic=False), inputs_gib, args.repeats, device
+            ),
         )
+    if "profile" in args.stages:
+        report.run("profile", lambda: profile_step(Ours(inputs, dtype), device))
+    if "attention" in args.stages and is_cuda:
+        side = Ours(inputs, dtype)
+        for name, options in TILES.items():
+            report.run(f"attention, {name}", lambda o=options: measure_attention(side, o, args.repeats), 45)
+        del side
     if "ours" in args.stages:
         report.run("AdamW", lambda: measure_optimizer(inputs, args.repeats))
 
