@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import functools
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,17 @@ class TargetFeatures:
     context_hidden_states: torch.Tensor
     label_ids: torch.Tensor | None = None
     label_hidden_states: torch.Tensor | None = None
+
+
+def _in_its_own_precision(forward):
+    """Autocast is the drafter's. It belongs to a thread, too: with it, features would depend on who asks for them."""
+
+    @functools.wraps(forward)
+    def without_autocast(self, *args, **kwargs):
+        with torch.autocast(self.device.type, enabled=False):
+            return forward(self, *args, **kwargs)
+
+    return without_autocast
 
 
 class FrozenTarget:
@@ -140,6 +152,7 @@ class FrozenTarget:
         return self.embedding(token_ids).to(self.output_dtype)
 
     @torch.no_grad()
+    @_in_its_own_precision
     def __call__(
         self,
         input_ids: torch.Tensor,

@@ -121,6 +121,19 @@ def test_features_and_embeddings_come_in_the_drafters_dtype_and_labels_in_the_ta
     assert target(input_ids, lengths).context_hidden_states.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_the_drafters_autocast_does_not_reach_the_target(kind):
+    target = FrozenTarget(make_target(kind), IDS)
+    batch = make_batch()
+    positions = torch.arange(int(batch[1].sum()))
+    plain = target(*batch, positions, return_label_hidden_states=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = target(*batch, positions, return_label_hidden_states=True)
+    assert torch.equal(inside.context_hidden_states, plain.context_hidden_states)
+    assert torch.equal(inside.label_hidden_states, plain.label_hidden_states)
+    assert torch.equal(inside.label_ids, plain.label_ids)
+
+
 def test_a_norm_inside_the_embedding_is_passed_over_as_transformers_dflash_does(tiny_qwen3):
     class NormedEmbedding(torch.nn.Embedding):
         def __init__(self):

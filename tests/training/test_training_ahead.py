@@ -56,6 +56,16 @@ def test_hybrid_targets_and_losses_that_read_hidden_states_are_bit_equal_too(kin
     assert_same(*states)
 
 
+def test_mixed_precision_is_the_drafters_alone_so_ahead_and_inline_are_bit_equal(tmp_path):
+    """Autocast belongs to a thread: a target that runs inside the drafter's would hand over other features."""
+    states = []
+    for mode in ("off", "on"):
+        trainer = make_trainer(tmp_path / mode, kind="qwen3_5", bf16=True, pipeline=mode, max_steps=5)
+        trainer.train()
+        states.append(training_state(trainer))
+    assert_same(*states)
+
+
 class Do(TrainerCallback):
     """Something at the end of a step."""
 
