@@ -2,12 +2,15 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """The benchmarks of speed in their tiny form: they run, and save what they measured."""
 
+import gzip
 import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import make_target
+from tiny_tokenizers import make_tokenizer
 
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -32,13 +35,46 @@ def run(monkeypatch, tmp_path, capsys):
 
 
 def test_train_step(run):
-    stages = run("train_step.py", "--stages", "loss", "ours")["stages"]
+    stages = run("train_step.py", "--stages", "loss", "ours", "profile")["stages"]
+    assert stages["profile"]["all ms"] > 0 and len(stages["profile"]["kernels"]) == 25
     assert stages["hf_dflash, fp32"]["step_ms"] > 0 and stages["labels"]["positions"] > 0
 
 
 def test_target_forward(run):
     stages = run("target_forward.py")["stages"]
     assert {"stock", "labels, stock", "half of the layers", "ours, FP8"} <= set(stages)
+
+
+def test_labels_that_change_on_real_replies_are_counted_against_both_precisions(run, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    make_target("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    text = tmp_path / "text.jsonl.gz"
+    with gzip.open(text, "wt") as lines:
+        for reply in ("Paris is the capital", "seven", ""):
+            messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": reply}]
+            lines.write(json.dumps({"messages": messages}) + "\n")
+    stage = run("target_forward.py", "--stages", "--model", str(tmp_path / "model"), "--text", str(text))["stages"]
+    result = stage["labels of model"]
+    assert result["conversations"] == 3 and result["matrices in FP8"] > 0
+    replies = [tokenizer.encode(f"{reply}<|im_end|>\n") for reply in ("Paris is the capital", "seven", "")]
+    assert result["labels"] == sum(map(len, replies))
+    assert 0 <= result["FP8: share that differs from bf16"] < 1 and "bf16: share that differs from fp32" in result
+
+
+def test_kernels_are_sorted_into_kinds(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from measuring import kind_of_kernel
+
+    kinds = {
+        "triton_tem_fused_flex_attention_backward_12": "attention ms",
+        "triton_poi_fused_mul_silu_flash_3": "element-wise and sums ms",
+        "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_NNT": "products ms",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "delta rule ms",
+        "_cross_entropy_kernel": "loss ms",
+        "Memcpy DtoD (Device -> Device)": "copies ms",
+    }
+    assert {name: kind_of_kernel(name) for name in kinds} == kinds
 
 
 def test_memory(run):
