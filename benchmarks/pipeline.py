@@ -6,10 +6,11 @@
     python benchmarks/pipeline.py --tiny                                          # any CPU, seconds
 
 The real trainer (optimizer included) at the shapes of Qwen3.6-27B with random weights and `--layers` of its 64 layers, so
-that one GPU can hold both sides too. `--num_anchors auto` of the trainer balances them first. Then, each with a fresh drafter
-of the same weights: the target alone (with its hand-over), the drafter alone (features lie ready), both in turn on one GPU,
-in turn on two, and at the same time on two. Losses and weights of the last two must be equal to the last bit. Memory: a small
-model for `--memory-steps` steps; the peak of each tenth of them.
+that one GPU can hold both sides too. `--num_anchors auto` of the trainer balances them in a first run, in which everything
+compiles. Then, each with a fresh drafter of the same weights: both at the same time on two GPUs, the target alone (with its
+hand-over), the drafter alone (features lie ready), both in turn on two GPUs, and in turn on one. Losses and weights ahead and
+in turn must be equal to the last bit; `features` tells which side differs if they are not. Memory: a small model for
+`--memory-steps` steps; the peak of each tenth of them.
 """
 
 import argparse
@@ -81,14 +82,17 @@ def run(targets, shapes, dataset, steps: int, pipeline_class=None, **options) ->
     }
 
 
+def read_micro_batches(trainer) -> list:
+    loader = trainer.get_train_dataloader()
+    sampler, rows = loader.batch_sampler, trainer.train_dataset
+    picked = (loader.collate_fn([rows[row] for row in sampler.global_batch(i)]) for i in range(len(sampler)))
+    return [trainer.draw(batch, 0) for batch in picked]
+
+
 def time_target(targets, shapes, dataset, steps: int, **options) -> dict:
     """Forward passes and hand-overs, one behind the other, with nobody who trains."""
     trainer = make_trainer(targets, shapes, dataset, max_steps=1, **options)
-    sampler = trainer.get_train_dataloader().batch_sampler
-    collate = trainer.get_train_dataloader().collate_fn
-    batches = [
-        trainer.draw(collate([dataset[row] for row in sampler.global_batch(i)]), 0) for i in range(len(sampler))
-    ]
+    batches = read_micro_batches(trainer)
 
     @contextmanager
     def measuring():
@@ -109,6 +113,24 @@ def time_target(targets, shapes, dataset, steps: int, **options) -> dict:
                     pipeline.take()
                     pipeline.release()
     return result
+
+
+def compare_features(target, shapes, dataset, **options) -> dict:
+    """Where losses differ: do the features? Each micro-batch several times, ahead and in turn."""
+    digests = []
+    for mode in ("on", "off"):
+        trainer = make_trainer([target], shapes, dataset, max_steps=1, pipeline=mode, **options)
+        batches = read_micro_batches(trainer)
+        digests.append([])
+        with trainer.pipeline as pipeline:
+            for batch in batches * 3:
+                pipeline.submit(trainer.request_of(batch))
+            while pipeline.num_waiting:
+                features, _ = pipeline.take()
+                digests[-1].append((digest([features.context_hidden_states]), int(features.label_ids.sum())))
+                pipeline.release()
+    differing = sum(ahead != in_turn for ahead, in_turn in zip(*digests, strict=True))
+    return {"micro-batches": len(digests[0]), "differ between ahead and in turn": differing}
 
 
 def measure_memory(targets, shapes, dataset, steps: int, **options) -> dict:
@@ -152,12 +174,12 @@ def measure_speed(stage: Stages, shapes, drafter_device: str, target_device: str
     target = make_target(shapes, target_device)
     # Where both sides share a device, computing ahead has to be asked for.
     shares, ahead = target_device == drafter_device, {"pipeline": "on"} if target_device == drafter_device else {}
-    first = stage(
-        "at the same time", lambda: run([target], shapes, dataset, steps, num_anchors="auto", **options, **ahead)
-    )
-    # The balance that the first run found, for all others.
+    balance = stage("balance", lambda: run([target], shapes, dataset, steps, num_anchors="auto", **options, **ahead))
+    # What that run found, for all others; everything is compiled by now.
     for name, value in (("num_anchors", 512), ("anchor_ratio", 0.25)):
-        options[name] = first.get(name, value)
+        options[name] = balance.get(name, value)
+    first = stage("at the same time", lambda: run([target], shapes, dataset, steps, **options, **ahead))
+    stage("features", lambda: compare_features(target, shapes, dataset, **options))
     stage("target alone", lambda: time_target([target], shapes, dataset, steps, **options, **ahead))
     stage("drafter alone", lambda: run([target], shapes, dataset, steps, pipeline_class=ReadyFeatures, **options))
     second = stage("in turn", lambda: run([target], shapes, dataset, steps, pipeline="off", **options))
