@@ -431,11 +431,11 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 # ---- Compiled flex attention ----
 
 
+@torch._dynamo.config.patch(recompile_limit=8)
 def test_flex_attention_stays_compiled_whatever_widths_kinds_and_modes_come(monkeypatch):
     """Past dynamo's limit of variants flex attention would go on uncompiled, and hold every score, with a warning only."""
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     modeling_dflash._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
     try:

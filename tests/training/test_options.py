@@ -91,7 +91,9 @@ def test_plan_shows_map_memory_and_balance_of_machines_that_are_not_here(job_fil
     assert "TFLOP" in out and "at equal speed" in out
     # Targets with devices of their own compute ahead; what they have ready stands with the drafter.
     assert out.count("drafter: features in flight") == 2
-    assert main(["--config", str(job_file), "--num_processes", "1", "--num_devices", "1", "--num_anchors", "auto"]) == 0
+    assert (
+        main(["--config", str(job_file), "--num_processes", "1", "--num_devices", "1", "--num_anchors", "auto"]) == 0
+    )
     assert "features in flight" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="3 CUDA device"):
         main(["--config", str(job_file), "--num_processes", "2", "--num_devices", "3"])
