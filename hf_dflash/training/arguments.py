@@ -74,7 +74,7 @@ class DFlashTrainingArguments(TrainingArguments):
         > Parameters that control the optimizer
 
         matrix_optimizer (`str`, *optional*, defaults to `"same"`):
-            `"muon"` for torch's own Muon on matrices, with AdamW on the rest; `"same"` for `optim` on all of them.
+            `"muon"` for Muon on matrices, with AdamW on the rest; `"same"` for `optim` on all of them.
 
         > Parameters that control saving and measuring
 
@@ -227,7 +227,7 @@ class DFlashTrainingArguments(TrainingArguments):
     matrix_optimizer: str = field(
         default="same",
         metadata={
-            "help": "muon: torch's own Muon on matrices, AdamW on the rest; same: --optim on all of them.",
+            "help": "muon: Muon on matrices, AdamW on the rest; same: --optim on all of them.",
             "choices": list(MATRIX_OPTIMIZERS),
         },
     )
