@@ -293,6 +293,14 @@ def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrai
     )
 
 
+def _evaluation_of_these_weights(trainer: DFlashTrainer) -> dict[str, float]:
+    """What `Trainer` evaluated behind the last step, if the weights are still those: once is enough."""
+    if trainer.args.load_best_model_at_end:
+        return {}
+    last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
+    return {name: value for entry in last for name, value in entry.items() if name.startswith("eval_")}
+
+
 def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
     """Trains, going on from the last checkpoint if there is one, evaluates and saves the drafter in `output_dir`.
 
@@ -306,7 +314,7 @@ def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
     trainer.train(resume_from_checkpoint=resume_from)
     metrics = {}
     if trainer.eval_dataset is not None:
-        metrics = trainer.evaluate()
+        metrics = _evaluation_of_these_weights(trainer) or trainer.evaluate()
         trainer.save_metrics("eval", metrics)
     trainer.save_model()
     trainer.save_state()
