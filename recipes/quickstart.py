@@ -13,10 +13,12 @@ import gzip
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from hf_dflash.atomic_files import replacing, write_json
 from hf_dflash.evaluation.benchmark import measure_acceptance
 from hf_dflash.training.curves import plot_curves
 from hf_dflash.training.run import make_trainer, parse_job, train_and_save
@@ -48,9 +50,8 @@ def hold_out(path: str, output_dir: str) -> tuple[str, str]:
     paths = []
     for name, chosen in (("train", False), ("heldout", True)):
         paths.append(os.path.join(output_dir, f"completions_{name}.jsonl"))
-        with open(paths[-1] + ".part", "w", encoding="utf-8") as file:
+        with replacing(Path(paths[-1])) as file:
             file.writelines(line for i, line in enumerate(lines) if (i in heldout) == chosen)
-        os.replace(paths[-1] + ".part", paths[-1])
     return paths[0], paths[1]
 
 
@@ -165,9 +166,7 @@ def main(argv: list[str]) -> None:
         "drafter": args.output_dir,
         "curves": curves,
     }
-    with open(results_path + ".part", "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=2)
-    os.replace(results_path + ".part", results_path)
+    write_json(Path(results_path), results)
     print_table(results)
 
 

@@ -14,7 +14,7 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hf_dflash.atomic_files import write_json
+from ..atomic_files import write_json
 
 
 CHECKPOINT_FILE = "dflash_checkpoint.json"
