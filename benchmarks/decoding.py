@@ -18,7 +18,6 @@ its times mean nothing.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ import torch
 import transformers
 
 import hf_dflash
+from hf_dflash.atomic_files import write_json
 from hf_dflash.decoding.speculative import speculative_generate
 from hf_dflash.evaluation.benchmark import encode_prompt, find_first_difference, load_prompts
 
@@ -212,9 +212,7 @@ class Run:
         if self.args.output is None:
             return
         self.args.output.parent.mkdir(parents=True, exist_ok=True)
-        part = self.args.output.with_name(self.args.output.name + ".part")
-        part.write_text(json.dumps(self.report(), indent=1) + "\n")
-        part.replace(self.args.output)
+        write_json(self.args.output, self.report())
 
 
 def is_sampled(way: str) -> bool:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from hf_dflash.atomic_files import write_json
+
 
 class Report:
     """
@@ -44,7 +46,7 @@ class Report:
     def save(self) -> None:
         if self.output:
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.output.write_text(json.dumps(self.results, indent=2) + "\n")
+            write_json(self.output, self.results)
 
     def run(self, stage: str, measure: Callable[[], dict], seconds: int = 120) -> dict | None:
         """Runs a stage; says why, where it has no result."""

@@ -45,6 +45,16 @@ class FeatureRequest:
     return_label_hidden_states: bool = False
     row_ids: list[int] = field(default_factory=list)
 
+    def run(self, target: FrozenTarget, device: torch.device | None = None) -> TargetFeatures:
+        """Its features, on `device`; on the drafter's by default."""
+        return target(
+            self.input_ids,
+            self.lengths,
+            self.label_positions,
+            return_label_hidden_states=self.return_label_hidden_states,
+            device=device,
+        )
+
 
 @dataclass
 class FeatureTimes:
@@ -228,7 +238,7 @@ class FeaturePipeline:
 
     def _compute_here(self, ticket: "_Ticket", target: FrozenTarget) -> None:
         begin = Moment(target.device)
-        features = _forward(target, ticket.request)
+        features = ticket.request.run(target, target.device)
         end = Moment(target.device)
         ticket.times = FeatureTimes((begin, end))
         if not _are_same(target.device, self.device):
@@ -262,7 +272,7 @@ class FeaturePipeline:
     def _compute_ahead(self, ticket: "_Ticket", index: int) -> None:
         target, slot = self.targets[index], self._slots[ticket.number % len(self._slots)]
         begin = Moment(target.device)
-        features = _forward(target, ticket.request)
+        features = ticket.request.run(target, target.device)
         end = Moment(target.device)
         ticket.times = FeatureTimes((begin, end))
         ticket.features, ticket.ready = self._routes[index].send(features, end, slot, ticket.times)
@@ -384,16 +394,6 @@ class _Route:
 def _are_same(one: torch.device, other: torch.device) -> bool:
     """ "cpu" and "cpu:0", which Accelerate gives a process among several, are one device."""
     return one.type == other.type and (one.type == "cpu" or one.index == other.index)
-
-
-def _forward(target: FrozenTarget, request: FeatureRequest) -> TargetFeatures:
-    return target(
-        request.input_ids,
-        request.lengths,
-        request.label_positions,
-        return_label_hidden_states=request.return_label_hidden_states,
-        device=target.device,
-    )
 
 
 def _tensors(features: TargetFeatures) -> list[tuple[str, torch.Tensor]]:

@@ -127,13 +127,7 @@ class _Probe:
         return self._time(lambda: self._train_on(batch, features))
 
     def _features(self, batch: BlockBatch):
-        request = self.trainer.request_of(batch)
-        return self.trainer.target(
-            request.input_ids,
-            request.lengths,
-            request.label_positions,
-            return_label_hidden_states=request.return_label_hidden_states,
-        )
+        return self.trainer.request_of(batch).run(self.trainer.target)
 
     def _train_on(self, batch: BlockBatch, features) -> None:
         trainer = self.trainer
