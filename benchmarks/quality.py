@@ -29,11 +29,12 @@ from pathlib import Path
 import torch
 import yaml
 from measuring import PACKAGES, version
-from quality_data import RowsInMemory, prompt_of, save_whole, tokenize_rows, write_replies
+from quality_data import RowsInMemory, prompt_of, tokenize_rows, write_replies
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_utils import set_seed
 
 from hf_dflash import DFlashForSpeculation, DFlashTrainer, DFlashTrainingArguments, FrozenTarget, create_drafter_config
+from hf_dflash.atomic_files import write_json
 from hf_dflash.decoding.speculative import speculative_generate
 from hf_dflash.drafter.configuration_dflash import find_mask_token_id
 from hf_dflash.training.checkpoint import find_last_checkpoint
@@ -461,7 +462,8 @@ def measure_speed(arguments, setting: str) -> dict:
 
 
 def save_json(path: Path, value) -> None:
-    save_whole(path, lambda partial: partial.write_text(json.dumps(value, indent=1) + "\n"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, value)
 
 
 # ---- Many runs

@@ -8,13 +8,13 @@ prompts, greedily and at temperature 1. Acceptance is only defined on what the t
 
 import gzip
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_dflash.atomic_files import replacing
 from hf_dflash.data.chat import render_conversation
 from hf_dflash.data.local_generation import LocalSampling, generate_replies
 from hf_dflash.evaluation.benchmark import encode_prompt
@@ -74,7 +74,9 @@ def tokenize_rows(completions: Path, target: str, cache: Path, max_length: int) 
             name: np.concatenate([np.atleast_1d(row[name]) for row in rows])
             for name in ("input_ids", "loss_mask", "length", "row_id")
         }
-        save_whole(cache, lambda path: np.savez_compressed(path, **columns))
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(cache, "wb") as file:
+            np.savez_compressed(file, **columns)
     columns = np.load(cache)
     ends = columns["length"].cumsum()[:-1]
     whole = zip(np.split(columns["input_ids"], ends), np.split(columns["loss_mask"], ends), strict=True)
@@ -132,7 +134,9 @@ def write_replies(
                 for (name, ids), reply in zip(batch, replies, strict=True):
                     lines.append({"set": name + "_t1" * bool(temperature), "prompt_ids": ids, "reply_ids": reply})
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-        save_whole(cache, lambda path: path.write_bytes(gzip.compress(text.encode(), mtime=0)))
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(cache, "wb") as file:
+            file.write(gzip.compress(text.encode(), mtime=0))
     sets: dict[str, RowsInMemory] = {}
     for number, line in enumerate(read_jsonl(cache)):
         prompt, reply = line["prompt_ids"], line["reply_ids"]
@@ -140,11 +144,3 @@ def write_replies(
             row = make_row(prompt + reply, [0] * len(prompt) + [1] * len(reply), number)
             sets.setdefault(line["set"], RowsInMemory()).append(row)
     return sets
-
-
-def save_whole(path: Path, write) -> None:
-    """Under its own name only once it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial{path.suffix}")
-    write(partial)
-    partial.replace(path)
