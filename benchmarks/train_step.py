@@ -291,7 +291,9 @@ class Step:
 
     def __init__(self, side, device):
         self.side = side
-        self.uses_autocast = device.type == "cuda" and next(side.model.parameters()).dtype == torch.float32
+        # speculators holds the frozen embedding and heads (bf16) in the same module.
+        is_fp32 = any(parameter.dtype == torch.float32 for parameter in side.model.parameters())
+        self.uses_autocast = device.type == "cuda" and is_fp32
 
     def autocast(self):
         return torch.autocast("cuda", torch.bfloat16) if self.uses_autocast else contextlib.nullcontext()
