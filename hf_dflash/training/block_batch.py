@@ -13,6 +13,7 @@ Shapes: D documents, L longest, T tokens of all; R rows, C context positions, A 
 S supervised slots, P label positions.
 """
 
+import functools
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -132,6 +133,22 @@ class BlockBatch:
         return replace(self, **{name: upload(getattr(self, name), device) for name in names})
 
 
+def _in_one_thread(function):
+    """Many operations on small tensors: handing pieces to other threads takes several times as long as the work itself."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+@_in_one_thread
 def draw_blocks(
     rows: dict[str, torch.Tensor],
     *,
@@ -168,6 +185,7 @@ def draw_blocks(
     )
 
 
+@_in_one_thread
 def lay_out_blocks(
     rows: dict[str, torch.Tensor],
     documents: PackedDocuments,

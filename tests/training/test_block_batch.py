@@ -215,3 +215,13 @@ def test_loss_of_a_micro_batch_equals_a_loop_over_blocks_decoded_one_at_a_time(m
     for loss, correct in losses:
         assert loss == pytest.approx(expected, abs=1e-10)
         assert correct == right
+
+
+def test_drawing_leaves_the_number_of_threads_as_it_was():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        draw(make_rows(["0111", "011111"]), packed=True)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
