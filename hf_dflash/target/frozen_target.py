@@ -101,6 +101,10 @@ class FrozenTarget:
         self._own_head = LanguageHead.from_model(model)
         self._own_embedding = model.get_input_embeddings()
         self.device = self._own_embedding.weight.device
+        if self.device.type == "cuda":
+            # cuDNN's attention, PyTorch's first choice on Hopper, plans each new shape (50 ms of the host on an H200), and
+            # micro-batches differ in shape. Flash attention starts at once. The switch is one for the whole process.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.serve(output_device or self.device, output_dtype or self._own_head.weight.dtype)
 
     def serve(self, device, dtype: torch.dtype) -> "FrozenTarget":
