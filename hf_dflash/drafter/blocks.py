@@ -221,36 +221,41 @@ def create_anchor_block_mask_mod(
     """
     document_ids, anchors, valid = (x[None] if x.dim() == 1 else x for x in (document_ids, anchors, valid))
     rows, context_length = document_ids.shape
-    num_blocks = anchors.shape[1]
-    q_len = num_blocks * block_size
-    # An anchor on padding would belong to document -1, as padding does, and see it.
-    anchor_documents = torch.where(valid, document_ids.gather(1, anchors), -2)
+    q_len = anchors.shape[1] * block_size
+    slots = torch.arange(block_size, device=anchors.device)
 
-    # As tensors, not as numbers: compiled flex attention would be compiled anew for every other number.
-    context_end = torch.full((), context_length, device=anchors.device)
-    slots_end = torch.full((), q_len, device=anchors.device)
+    # What a slot sees are two ranges of keys. Flex attention evaluates the rule for every pair of a tile: two pairs of bounds,
+    # looked up once for a slot, are much less than looking up documents and anchors for each key.
+    first = _first_visible(document_ids, anchors, valid, sliding_window)[..., None]
+    context_end = torch.where(valid, anchors, 0)[..., None].expand(-1, -1, block_size)
+    own_start = context_length + torch.arange(anchors.shape[1], device=anchors.device)[:, None] * block_size
+    own_first, own_end = own_start.expand(-1, block_size), own_start + (slots + 1 if is_causal else block_size)
+    if sliding_window is not None:
+        first = torch.maximum(first, anchors[..., None] + slots - sliding_window + 1)
+        own_first = torch.maximum(own_first, own_start + slots - sliding_window + 1)
+        own_end = torch.minimum(own_end, own_start + slots + sliding_window)
+    context_first = first.expand(-1, -1, block_size).reshape(rows, q_len).int()
+    context_end = context_end.reshape(rows, q_len).int()
+    own_first, own_end = own_first.reshape(q_len).int(), own_end.expand(-1, block_size).reshape(q_len).int()
+    # As a tensor, not as a number: compiled flex attention would be compiled anew for every other number.
+    last = torch.full((), q_len - 1, device=anchors.device)
 
     def mask_mod(row, head, query, key):
-        # Flex attention asks about whole tiles, so indices can run past the ends.
-        query = torch.minimum(query, slots_end - 1)
-        block, slot = query // block_size, query % block_size
-        anchor = anchors[row, block]
-
-        context_key = torch.minimum(key, context_end - 1)
-        sees_context = (key < context_end) & (context_key < anchor)
-        sees_context = sees_context & (document_ids[row, context_key] == anchor_documents[row, block])
-
-        key_slot = torch.minimum((key - context_end).clamp(min=0), slots_end - 1)
-        sees_block = (key >= context_end) & (key_slot // block_size == block)
-        if is_causal:
-            sees_block = sees_block & (key_slot % block_size <= slot)
-
-        if sliding_window is not None:
-            sees_context = sees_context & (anchor + slot - context_key < sliding_window)
-            sees_block = sees_block & ((slot - key_slot % block_size).abs() < sliding_window)
-        return sees_context | sees_block
+        # Flex attention asks about whole tiles, so indices can run past the end.
+        query = torch.minimum(query, last)
+        sees_context = (key >= context_first[row, query]) & (key < context_end[row, query])
+        return sees_context | ((key >= own_first[query]) & (key < own_end[query]))
 
     return mask_mod, q_len, context_length + q_len
+
+
+def _first_visible(document_ids, anchors, valid, sliding_window: int | None) -> torch.Tensor:
+    """`[R, A]`: the first context position that some slot of a block sees. Padding blocks get 0."""
+    documents = document_ids.masked_fill(document_ids < 0, document_ids.shape[1])
+    first = torch.searchsorted(documents, documents.gather(1, anchors))
+    if sliding_window is not None:
+        first = torch.maximum(first, anchors - sliding_window + 1)
+    return torch.where(valid, first, 0)
 
 
 def create_dense_mask(
@@ -308,12 +313,9 @@ def create_flex_mask(
     query_tiles, key_tiles = -(-q_len // tile), -(-kv_len // tile)
 
     # 1. Context keys first .. anchor - 1 are visible to some slot of a block, and all_from .. anchor - 1 to all of its slots.
-    block_documents = torch.where(valid, document_ids.gather(1, anchors), -2)
-    first = torch.searchsorted(document_ids.masked_fill(document_ids < 0, document_ids.shape[1]), block_documents)
-    all_from = first
+    first = all_from = _first_visible(document_ids, anchors, valid, sliding_window)
     if sliding_window is not None:
         all_from = torch.maximum(first, anchors + block_size - sliding_window)
-        first = torch.maximum(first, anchors - sliding_window + 1)
     # An anchor without any context before it sees no tile of it.
     ends = torch.where(valid & (first < anchors), anchors, 0)
 

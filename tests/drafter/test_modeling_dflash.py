@@ -450,15 +450,15 @@ def test_flex_attention_stays_compiled_whatever_widths_kinds_and_modes_come(monk
             flex_attention(queries, keys, keys, block_mask=mask, enable_gqa=True)
 
         for gradients in (True, False):
-            for kind in ({}, {"sliding_window": 64}, {"sliding_window": 64, "is_causal": True}):
-                with torch.set_grad_enabled(gradients):
-                    for context_length, num_blocks in ((128, 16), (256, 16), (256, 32), (640, 48)):
-                        run(context_length, num_blocks, kind)
-                    known = counter.frame_count
+            with torch.set_grad_enabled(gradients):
+                for context_length, num_blocks in ((128, 16), (256, 16), (256, 32), (640, 48)):
+                    run(context_length, num_blocks, {})
+                known = counter.frame_count
+                for kind in ({}, {"sliding_window": 64}, {"sliding_window": 64, "is_causal": True}):
                     for context_length, num_blocks in ((384, 64), (1024, 32), (2048, 80)):
                         run(context_length, num_blocks, kind)
-                    assert counter.frame_count == known, "further widths are compiled anew"
-        assert counter.frame_count > 8
+                assert counter.frame_count == known, "further widths or kinds of layers are compiled anew"
+        assert counter.frame_count > 0
     finally:
         modeling_dflash._compiled_flex_attention.cache_clear()
         torch._dynamo.reset()
