@@ -30,7 +30,8 @@ def is_gated_delta_net(module: nn.Module) -> bool:
 
 def join_projections(module: nn.Module) -> None:
     """Lays the weights of three of a frozen mixer's input projections behind one another, so that one product does for them: a
-    product with 48 outputs takes long to read its input. The projections keep their weights, as views.
+    product with 48 outputs takes long to read its input. The projections keep their weights, as views; where they get others
+    (`model.to(device)`), the next call of [`mix`] joins those.
 
     Args:
         module (`nn.Module`): the mixer; left as it is where a projection is no plain `nn.Linear` without a bias.
@@ -38,6 +39,9 @@ def join_projections(module: nn.Module) -> None:
     linears = [getattr(module, name) for name in _JOINED]
     if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
         return
+    if len({(linear.weight.dtype, linear.weight.device) for linear in linears}) > 1:
+        return
+    # No buffer: `model.to(device)` would move it too, and hold the weights twice.
     module.joined_projections = torch.cat([linear.weight.detach() for linear in linears])
     parts = module.joined_projections.split([linear.out_features for linear in linears])
     for linear, part in zip(linears, parts, strict=True):
@@ -51,6 +55,21 @@ def separate_projections(module: nn.Module) -> None:
         for name in _JOINED:
             linear = getattr(module, name)
             linear.weight.data = linear.weight.data.clone()
+
+
+def _follow_projections(module: nn.Module) -> None:
+    """Joins the projections anew if their weights are no longer those that were joined: on another device, say."""
+    joined = getattr(module, "joined_projections", None)
+    if joined is None:
+        return
+    # Addresses say it all: memory that is still held is nobody else's.
+    address = joined.data_ptr()
+    for name in _JOINED:
+        weight = getattr(module, name).weight
+        if weight.data_ptr() != address:
+            del module.joined_projections, joined
+            return join_projections(module)
+        address += weight.nbytes
 
 
 def load_delta_rule():
@@ -142,6 +161,7 @@ def mix(module: nn.Module, hidden_states: torch.Tensor, delta_rule, dynamic: boo
     Returns:
         `torch.Tensor` of shape `[R, L, H]`.
     """
+    _follow_projections(module)
     prepare, finish = _compiled_stages(dynamic, backend)
     query, key, value, decay, beta, gate = prepare(module, hidden_states)
     states, _ = delta_rule(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=False)

@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """The compiled target, by a backend that runs the captured graphs as they are."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import VOCAB_SIZE, make_target
@@ -11,7 +13,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from hf_dflash.target.compiled_layers import compile_decoder
 from hf_dflash.target.fp8 import quantize_to_fp8
 from hf_dflash.target.frozen_target import FrozenTarget
-from hf_dflash.target.gated_delta_net import causal_convolution, is_gated_delta_net
+from hf_dflash.target.gated_delta_net import (
+    causal_convolution,
+    is_gated_delta_net,
+    join_projections,
+    separate_projections,
+)
 
 
 pytestmark = pytest.mark.compat
@@ -133,6 +140,58 @@ def test_joined_projections_keep_their_weights_until_fp8_replaces_one_of_them():
     torch.testing.assert_close(
         target(*batch).context_hidden_states, plain(*batch).context_hidden_states, rtol=0, atol=0.05
     )
+
+
+def move(model, dtype):
+    model.to(dtype)
+
+
+def assign(model, dtype):
+    weights = make_target("qwen3_5").to(dtype).state_dict()
+    model.load_state_dict({name: weight * 0.5 for name, weight in weights.items()}, assign=True)
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("used_before", [True, False])
+@pytest.mark.parametrize("change", [move, assign])
+def test_joined_projections_follow_a_model_that_is_moved_or_gets_other_weights(change, used_before):
+    """`.to(device)` is `.to(dtype)` in this: each weight is copied by itself, and what they were views of stays behind."""
+    model, untouched = make_target("qwen3_5"), make_target("qwen3_5")
+    batch = make_batch(2, 9)
+    target = FrozenTarget(model, IDS)
+    compile_decoder(target.decoder, backend="eager", delta_rule=delta_rule)
+    if used_before:
+        target(*batch)
+    for one in (model, untouched):
+        change(one, torch.float64)
+    moved = FrozenTarget(model, IDS)
+    moved.compile_layers(backend="eager")
+    result, expected = (t(*batch).context_hidden_states for t in (moved, FrozenTarget(untouched, IDS)))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    for layer in model.get_decoder().layers:
+        if not is_gated_delta_net(getattr(layer, "linear_attn", None)):
+            continue
+        mixer = layer.linear_attn
+        weights = [getattr(mixer, name).weight for name in ("in_proj_qkv", "in_proj_b", "in_proj_a")]
+        assert mixer.joined_projections.dtype == torch.float64
+        assert torch.equal(torch.cat(weights), mixer.joined_projections)
+        # Held once.
+        assert {storage(weight) for weight in weights} == {storage(mixer.joined_projections)}
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+
+
+def test_a_copy_joins_its_own_projections_and_projections_of_two_precisions_stay_apart():
+    mixer = make_target("qwen3_5").get_decoder().layers[0].linear_attn
+    join_projections(mixer)
+    copied = copy.deepcopy(mixer)
+    copied.in_proj_b.weight.data.zero_()
+    assert mixer.in_proj_b.weight.abs().min() > 0 and storage(copied.in_proj_a.weight) != storage(
+        mixer.in_proj_a.weight
+    )
+    separate_projections(mixer)
+    mixer.in_proj_b.double()
+    join_projections(mixer)
+    assert not hasattr(mixer, "joined_projections") and mixer.in_proj_b.weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
