@@ -141,14 +141,16 @@ class Speculators:
         from speculators.models.dflash.config import DFlashSpeculatorConfig
         from speculators.models.dflash.metrics import compute_metrics
         from speculators.proposals.greedy import GreedyTokenProposalConfig
+        from speculators_trainer import attend_in_one_dtype
         from torch.nn.attention.flex_attention import create_block_mask
-        from transformers import Qwen3Config
+        from transformers import AttentionInterface, Qwen3Config
 
         config, device = inputs.config, inputs.device
         is_cuda = device.type == "cuda"
         shared = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
         layers = Qwen3Config(**{name: getattr(config, name) for name in shared.split()})
         layers._attn_implementation = "simple_flex_attention" if is_cuda else "eager"
+        AttentionInterface.register("simple_flex_attention", attend_in_one_dtype)
         peer_config = DFlashSpeculatorConfig(
             transformer_layer_config=layers,
             draft_vocab_size=config.vocab_size,
