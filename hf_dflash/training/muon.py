@@ -2,6 +2,9 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """Muon for matrices, AdamW for the rest, as one optimizer."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import nn
 
@@ -10,32 +13,65 @@ from torch import nn
 _NUM_STEPS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
+# Small matrices leave a GPU waiting for launches. Large ones keep it busy one by one: a batch of so many elements
+# takes about as much memory as one matrix of 17408 x 5120, the largest of a drafter for a target of 27B.
+_MAX_BATCH_ELEMENTS = 2**26
 
 
-def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest matrix whose singular values are about 1 (0.7 to 1.2).
+def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest matrices whose singular values are about 1 (0.7 to 1.2).
 
     Args:
-        matrix (`torch.Tensor` of shape `[M, N]`): what the momentum wants.
+        matrices (`torch.Tensor` of shape `[M, N]` or `[num_matrices, M, N]`): what the momentum wants.
         dtype (`torch.dtype`): in which it is computed and returned.
     """
     a, b, c = _COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    # Never in place: without a change of type this would be the caller's matrix.
-    result = (matrix.T if is_tall else matrix).to(dtype)
-    result = result / result.norm().clamp(min=_EPS)
+    add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    # Never in place: without a change of type these would be the caller's matrices.
+    result = (matrices.mT if is_tall else matrices).to(dtype)
+    result = result / torch.linalg.vector_norm(result, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(_NUM_STEPS):
-        gram = result @ result.T
-        result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
-    return result.T if is_tall else result
+        gram = result @ result.mT
+        result = add_product(result, add_product(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    return result.mT if is_tall else result
+
+
+def _orthogonalize_together(matrices: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """[`orthogonalize`] of matrices of shape `[M, N]` or `[N, M]`, as one batch."""
+    if len(matrices) == 1:
+        return [orthogonalize(matrices[0], dtype)]
+    are_tall = [matrix.shape[0] > matrix.shape[1] for matrix in matrices]
+    batch = torch.stack([matrix.mT if is_tall else matrix for matrix, is_tall in zip(matrices, are_tall, strict=True)])
+    # Back in the weights' type at once: foreach operations on mixed types go matrix by matrix.
+    results = orthogonalize(batch, dtype).to(batch.dtype).unbind()
+    return [result.mT if is_tall else result for result, is_tall in zip(results, are_tall, strict=True)]
+
+
+def _num_together(matrix: torch.Tensor) -> int:
+    # A CPU gains nothing from batches (six of 576 x 1536: 1.27 s one by one, 1.30 s together) and rounds otherwise in
+    # them: in fp32 with matrices of one row, and with tall ones, which a batch copies transposed.
+    return 1 if matrix.is_cpu else max(1, _MAX_BATCH_ELEMENTS // matrix.numel())
+
+
+def _batches(matrices: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Matrices of one shape or its transpose, as many together as pays."""
+    alike = defaultdict(list)
+    for matrix in matrices:
+        alike[matrix.device, matrix.dtype, *sorted(matrix.shape)].append(matrix)
+    for members in alike.values():
+        size = _num_together(members[0])
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
 
 
 class Muon(torch.optim.Optimizer):
     """
     Momentum, orthogonalized; updates as large as AdamW's would be (0.2 a weight), so that both take one learning rate.
 
-    The same as `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`, which computes in bf16 everywhere: a CPU without bf16
-    instructions takes 20 times longer for that. Here a CPU computes in fp32.
+    The same as `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`, which computes in bf16 everywhere: a CPU
+    without bf16 instructions takes 20 times longer for that. Here a CPU computes in fp32, and a GPU takes matrices of
+    one shape together.
 
     Args:
         params: matrices.
@@ -51,18 +87,25 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(matrix.grad, memory_format=torch.preserve_format)
-                momentum = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-                wanted = matrix.grad.lerp(momentum, group["momentum"])
-                update = orthogonalize(wanted, torch.bfloat16 if matrix.is_cuda else matrix.dtype)
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
+            for matrices in _batches(matrix for matrix in group["params"] if matrix.grad is not None):
+                self._update(matrices, group["lr"], group["weight_decay"], group["momentum"])
         return loss
+
+    def _update(self, matrices: list[torch.Tensor], lr: float, weight_decay: float, momentum: float) -> None:
+        gradients = [matrix.grad for matrix in matrices]
+        buffers = [self._momentum_buffer(matrix) for matrix in matrices]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        wanted = torch._foreach_lerp(gradients, buffers, momentum)
+        first = matrices[0]
+        updates = _orthogonalize_together(wanted, torch.bfloat16 if first.is_cuda else first.dtype)
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        torch._foreach_add_(matrices, updates, alpha=-lr * 0.2 * max(first.shape) ** 0.5)
+
+    def _momentum_buffer(self, matrix: torch.Tensor) -> torch.Tensor:
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad, memory_format=torch.preserve_format)
+        return state["momentum_buffer"]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

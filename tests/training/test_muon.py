@@ -55,6 +55,58 @@ def test_a_cpu_computes_in_the_weights_own_precision(monkeypatch):
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_orthogonalizes_each_matrix_by_its_own_norm(shape):
+    sizes = torch.tensor([1.0, 1e3, 0.0, 1e-3])
+    batch = torch.randn(4, *shape) * sizes[:, None, None]
+    one_by_one = torch.stack([orthogonalize(matrix, torch.float32) for matrix in batch])
+    torch.testing.assert_close(orthogonalize(batch, torch.float32), one_by_one, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_of_a_shape_and_its_transpose_update_as_one_by_one_and_pass_over_what_has_no_gradient(monkeypatch):
+    shapes = [(8, 40), (24, 24), (40, 8), (8, 40), (1, 16), (24, 24), (40, 8), (16, 1), (3, 5)]
+    without_gradient = {1: {2}, 2: {0, 8}}
+    batches = []
+
+    def observed(matrices, dtype):
+        batches.append(tuple(matrices.shape))
+        return orthogonalize(matrices, dtype)
+
+    def run(num_together):
+        monkeypatch.setattr(muon, "_num_together", lambda matrix: num_together)
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        optimizer = Muon(weights, lr=0.1, weight_decay=0.1)
+        for step in range(4):
+            for index, weight in enumerate(weights):
+                gradient = torch.randn(weight.shape)
+                weight.grad = None if index in without_gradient.get(step, ()) else gradient
+            optimizer.step()
+        return weights, optimizer.state_dict()["state"]
+
+    expected, expected_state = run(1)
+    monkeypatch.setattr(muon, "orthogonalize", observed)
+    weights, state = run(3)
+    for one, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert state.keys() == expected_state.keys()
+    for index, buffers in expected_state.items():
+        assert buffers.keys() == state[index].keys()
+        assert torch.equal(buffers["momentum_buffer"], state[index]["momentum_buffer"])
+    # No more than three together: the fourth of (8, 40) and (40, 8) goes alone, as the matrix that it is.
+    assert batches[:5] == [(3, 8, 40), (40, 8), (2, 24, 24), (2, 1, 16), (3, 5)]
+    assert batches[5:9] == [(3, 8, 40), (2, 24, 24), (2, 1, 16), (3, 5)], "the third has no gradient"
+
+
+def test_small_matrices_share_a_batch_of_bounded_size_and_on_a_cpu_none_does():
+    def num_together(*shape, device="meta"):
+        return muon._num_together(torch.empty(shape, device=device))
+
+    assert num_together(17408, 5120) == 1
+    assert num_together(576, 576) * 576 * 576 <= 2**26 < (num_together(576, 576) + 1) * 576 * 576
+    assert num_together(2, 3, device="cpu") == 1
+
+
 def test_matrices_and_vectors_share_one_schedule_and_a_reloaded_state_goes_on_bit_equal():
     def run(model, optimizer, steps):
         for step in steps:
