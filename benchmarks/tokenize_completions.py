@@ -8,7 +8,8 @@ How fast completions become a dataset, how that grows with cores, and whether me
 Measured in one run, on the same generated rows:
 
 - `tokenize_completions` with 1 worker and with 2, on all rows and on a quarter of them; what all rows cost beyond a quarter
-  of them is free of start-up (imports and the tokenizer in each process);
+  of them is free of start-up (imports and the tokenizer in each process), if a quarter has units of work for all workers
+  and outlasts the start-up: it is an error if it does not;
 - two runs with 1 worker each at the same time, on half of the rows each: processes that know nothing of one another. What they
   do together is the most that a second core of this machine can give (shared caches and memory, hyperthreads, other users),
   so 2 workers are compared with them;
@@ -78,7 +79,7 @@ def write_rows(path: Path, count: int, words_per_reply: int) -> None:
 def run_ours(sources: list[str], target: str, workers: int) -> dict:
     """A run for each source, all at the same time and in processes of their own, with what they took together."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
+        processes, begin = [], time.perf_counter()
         for number, source in enumerate(sources):
             output = Path(folder, str(number))
             output.mkdir()
@@ -106,6 +107,7 @@ def run_ours(sources: list[str], target: str, workers: int) -> dict:
         watcher.start()
         for process in processes:
             process.stdout.readline()
+        start_up = time.perf_counter() - begin
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
@@ -117,7 +119,9 @@ def run_ours(sources: list[str], target: str, workers: int) -> dict:
     return {
         "rows": sum(result["rows"] for result in results),
         "tokens": sum(result["tokens"] for result in results),
+        "units": sum(result["units"] for result in results),
         "seconds": max(result["seconds"] for result in results),
+        "start_up_seconds": start_up,
         "workers": workers * len(sources),
         "cpu_seconds": sum(cpu.values()) - sum(result["start_cpu"] for result in results),
         "peak_bytes": peak,
@@ -153,10 +157,11 @@ def child(source: str, target: str, folder: str, workers: int) -> None:
     options = {"num_workers": workers, "gates": None, "disable_tqdm": True}
     dataset = tokenize_completions(source, tokenizer, Path(folder, "dataset"), **options)
     seconds = time.perf_counter() - start
-    counts = json.loads(Path(folder, "dataset", "manifest.json").read_text())["counts"]
+    manifest = json.loads(Path(folder, "dataset", "manifest.json").read_text())
+    counts = manifest["counts"]
     assert counts["rows"] == counts["samples"] == len(dataset)
-    result = {"rows": counts["rows"], "tokens": counts["tokens"], "seconds": seconds, "start_cpu": start_cpu}
-    print(json.dumps(result))
+    result = {"rows": counts["rows"], "tokens": counts["tokens"], "units": len(manifest["units"])}
+    print(json.dumps({**result, "seconds": seconds, "start_cpu": start_cpu}))
 
 
 def run_usual_way(source: str, target: str) -> dict:
@@ -206,6 +211,15 @@ def rates(run: dict) -> str:
     )
 
 
+def check_that_start_up_cancels(less: dict) -> None:
+    """Both workers must have been at work in the smaller run, or the larger one has start-up beyond it."""
+    if less["units"] < 4 * less["workers"] or less["seconds"] < less["start_up_seconds"]:
+        raise SystemExit(
+            f"A quarter of the rows is {less['units']} units for {less['workers']} workers and took {less['seconds']:.1f} s, "
+            f"beside {less['start_up_seconds']:.1f} s in which a process starts: give more --rows."
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", required=True, help="folder with a tokenizer and its chat template")
@@ -241,6 +255,7 @@ def main() -> None:
                 repeats[name].append(run_ours(sources, arguments.target, workers))
                 print(f"repeat {number + 1}, {name}: {repeats[name][-1]['seconds']:.1f} s", file=sys.stderr)
         runs = {name: median_of(found) for name, found in repeats.items()}
+        check_that_start_up_cancels(runs["2 workers, a quarter of the rows"])
         usual = run_usual_way(everything, arguments.target)
 
     tokenizer = load_tokenizer(arguments.target)
@@ -252,10 +267,14 @@ def main() -> None:
     print(
         f"{type(tokenizer).__name__}, {len(tokenizer)} ids; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    print(f"{'':<36}{'rows':>9}{'rows/s':>10}{'tokens/s':>12}{'tokens/CPU-s':>14}{'peak memory':>12}")
+    print(
+        f"{'':<36}{'rows':>9}{'units':>6}{'seconds':>9}{'rows/s':>10}{'tokens/s':>12}{'tokens/CPU-s':>14}{'peak memory':>12}"
+    )
     for name, run in runs.items():
-        print(f"{name:<36}{run['rows']:>9,} {rates(run)} {run['peak_bytes'] / 2**20:>8,.0f} MiB")
-    print(f"{'the usual way, 1 process':<36}{usual['rows']:>9,} {rates(usual)}")
+        print(
+            f"{name:<36}{run['rows']:>9,}{run['units']:>6,.0f}{run['seconds']:>9.1f} {rates(run)} {run['peak_bytes'] / 2**20:>8,.0f} MiB"
+        )
+    print(f"{'the usual way, 1 process':<36}{usual['rows']:>9,}{'':>6}{usual['seconds']:>9.1f} {rates(usual)}")
 
     rate = beyond(one, one_less, "cpu_seconds")
     scaling = beyond(two, two_less, "cpu_seconds") / rate
@@ -269,6 +288,7 @@ def main() -> None:
         / beyond(one, one_less, "seconds"),
         "the same of 2 runs apart: what the machine's second core gives": beyond(apart, apart_less, "seconds")
         / beyond(one, one_less, "seconds"),
+        "speed-up of 2 workers by the clock, all rows, with start-up": one["seconds"] / two["seconds"],
         "ratio of 2 workers to 2 runs apart by the clock": beyond(two, two_less, "seconds")
         / beyond(apart, apart_less, "seconds"),
         "ratio of 2 workers to 2 runs apart by CPU time": beyond(two, two_less, "cpu_seconds")
@@ -284,7 +304,8 @@ def main() -> None:
         f"\nExtrapolation: {REFERENCE_TOKENS / 1e9:.2f}B tokens / ({REFERENCE_WORKERS} workers x {rate:,.0f} tokens per CPU-second "
         f"x {scaling:.2f}, what stays of it with a second worker). Workers share nothing but the list of units, so the "
         "loss per\nworker does not grow with their number as long as source and disk keep up "
-        f"({4 * REFERENCE_TOKENS / seconds / 1e9:.1f} GB/s of text at that speed); start-up of the processes comes on top."
+        f"({4 * REFERENCE_TOKENS / seconds / 1e9:.1f} GB/s of text at that speed); start-up of the processes "
+        f"({two['start_up_seconds']:.0f} s here) comes on top, and at the end a worker waits for at most one of the smallest units."
     )
     if arguments.output:
         result = {

@@ -31,12 +31,16 @@ from .conversations import RowSkipped
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 HUB_PREFIX = "hub://"
 
-# Plain local files are cut into parts of about this size, so that one large file keeps all workers busy; small files and
-# objects are put together up to this size, and this many.
-UNIT_BYTES = 16 * 2**20
+# A unit of work is this share of what is left: large ones first, and small ones at the end, when not all workers have one.
+# Thousands of units whatever there is would be as many files; a unit of a few hundred rows would wait for the disk more
+# than it computes. (How many workers there are must not matter, or the result would depend on it.)
+UNIT_SHARE = 1 / 256
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 2 * 2**20, 16 * 2**20
+# Plain local files are cut into parts of this size, so that one large file keeps all workers busy; small files and objects
+# are put together up to this size, and this many.
 UNIT_PARTS = 64
-# Rows of a Hub dataset in a unit.
-UNIT_ROWS = 10_000
+# What a row of a Hub dataset counts for.
+HUB_ROW_BYTES = 2048
 # A longer line is not read into memory: it cannot be a conversation.
 MAX_LINE_BYTES = 64 * 2**20
 
@@ -129,42 +133,63 @@ def list_sources(
 
 def cut_into_units(sources: list[Source]) -> list[list[Part]]:
     """
-    Cuts large sources into parts and puts small ones together, so that units of work are of about the same size. Large
-    plain files are read once, to find where their lines start.
+    Cuts large sources into parts and puts small ones together: units of work that get smaller towards the end. Large plain
+    files are read once, to find where their lines start.
     """
     units: list[list[Part]] = []
-    size = UNIT_BYTES
+    left = sum(size_of(Part(index, 0, source.size, 1), sources) for index, source in enumerate(sources))
+    size, most = 0, 0
     for index, source in enumerate(sources):
-        is_hub = source.uri.startswith(HUB_PREFIX)
-        if is_hub:
-            starts = [(start, start + 1) for start in range(0, source.size, UNIT_ROWS)] or [(0, 1)]
+        if source.uri.startswith(HUB_PREFIX):
+            starts = _hub_unit_starts(source, left)
         elif is_object_uri(source.uri) or source.uri.endswith(".gz"):
             starts = [(0, 1)]
         else:
-            starts = _find_unit_starts(source)
+            starts = _find_unit_starts(source, left)
         ends = [start for start, _ in starts[1:]] + [source.size]
         for (start, first_line), end in zip(starts, ends, strict=True):
             part = Part(index, start, end, first_line)
-            part_size = UNIT_BYTES if is_hub else end - start
-            if not units or size + part_size > UNIT_BYTES or len(units[-1]) == UNIT_PARTS:
+            part_size = size_of(part, sources)
+            if not units or size + part_size > most or len(units[-1]) == UNIT_PARTS:
                 units.append([])
-                size = 0
+                size, most = 0, _unit_bytes(left)
             units[-1].append(part)
             size += part_size
+            left -= part_size
     return units
 
 
-def _find_unit_starts(source: Source) -> list[tuple[int, int]]:
-    """(First byte, line number of the first line) of each part of a plain file."""
+def size_of(part: Part, sources: list[Source]) -> int:
+    """Bytes of a part, or what its rows count for."""
+    return (part.end - part.start) * (HUB_ROW_BYTES if sources[part.source].uri.startswith(HUB_PREFIX) else 1)
+
+
+def _unit_bytes(left: int) -> int:
+    """Size of a unit, with so many bytes left."""
+    return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, int(left * UNIT_SHARE)))
+
+
+def _hub_unit_starts(source: Source, left: int) -> list[tuple[int, int]]:
     starts = [(0, 1)]
-    if source.size <= UNIT_BYTES:
+    while True:
+        start = starts[-1][0] + max(1, _unit_bytes(left - starts[-1][0] * HUB_ROW_BYTES) // HUB_ROW_BYTES)
+        if start >= source.size:
+            return starts
+        starts.append((start, start + 1))
+
+
+def _find_unit_starts(source: Source, left: int) -> list[tuple[int, int]]:
+    """(First byte, line number of the first line) of each part of a plain file; `left` is from its start."""
+    starts = [(0, 1)]
+    if source.size <= _unit_bytes(left):
         return starts
     position, lines = 0, 1
     with open(source.uri, "rb") as file:
         while block := file.read(_READ_BYTES):
             searched = 0
             while True:
-                enough = max(searched, starts[-1][0] + UNIT_BYTES - position)
+                start = starts[-1][0]
+                enough = max(searched, start + _unit_bytes(left - start) - position)
                 newline = block.find(b"\n", enough)
                 if newline < 0 or position + newline + 1 >= source.size:
                     break

@@ -30,11 +30,10 @@ Columns, one row for each assistant turn:
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +45,9 @@ from ..command_line import CommandParser
 from . import conversations
 from .checks import DatasetGates, DatasetRefused, describe_counts, run_gates
 from .conversations import ROLES
-from .sources import Source, cut_into_units, digest_of, list_sources
-from .unit_tokenization import UnitTokenizer, dataset_features, new_counts, unit_path
+from .sources import Part, Source, cut_into_units, digest_of, list_sources, size_of
+from .unit_tokenization import dataset_features, new_counts, unit_path
+from .unit_workers import process_units
 
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def tokenize_completions(
         split (`str`, *optional*, defaults to `"train"`):
             Split of a Hub dataset.
         num_workers (`int`, *optional*):
-            Processes. By default one for each core, and no more than there are units of work; 1 stays in this process.
+            Processes, this one included. By default one for each core; no more than there are units of work.
         gates ([`~data.checks.DatasetGates`], *optional*):
             What a useful dataset must fulfil. `None` runs no gates.
         upload_to (`str`, *optional*):
@@ -274,10 +274,12 @@ def _differences(earlier: dict, now: dict) -> list[str]:
 def _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disable_tqdm) -> None:
     from ..progress import ProgressBar
 
-    sizes = [sum(part["end"] - part["start"] for part in unit) for unit in manifest["units"]]
+    sources = [Source(**source) for source in manifest["sources"]]
+    # Large ones first: those that are left for the end, when not all workers have one, are small.
+    sizes = [sum(size_of(Part(**part), sources) for part in unit) for unit in manifest["units"]]
     todo = [index for index in range(len(sizes)) if not unit_path(output_dir, index, ".json").exists()]
+    todo.sort(key=lambda index: -sizes[index])
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), max(1, len(todo)))
-    worker = (str(output_dir), manifest, tokenizer, endpoint_url)
     with ProgressBar(
         total=sum(sizes),
         initial=sum(sizes) - sum(sizes[index] for index in todo),
@@ -286,39 +288,9 @@ def _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disab
         desc="Tokenizing",
         disable=disable_tqdm,
     ) as bar:
-        for index, counts in _map_units(todo, worker, num_workers):
+        for index, samples in process_units(todo, (str(output_dir), manifest, tokenizer, endpoint_url), num_workers):
             bar.update(sizes[index])
-            bar.set_postfix(samples=counts["samples"], refresh=False)
-
-
-def _map_units(todo: list[int], worker: tuple, num_workers: int) -> Iterator[tuple[int, dict]]:
-    if num_workers == 1:
-        _start_worker(*worker)
-        yield from map(_process_unit, todo)
-        return
-    # A fork of this process could inherit locks of its threads (the tokenizer's, torch's, CUDA's). The fork server is a
-    # fresh process that imports what workers need once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "datasets", type(worker[2]).__module__])
-    with context.Pool(num_workers, _start_pool_worker, worker) as pool:
-        yield from pool.imap_unordered(_process_unit, todo)
-
-
-_worker: UnitTokenizer
-
-
-def _start_worker(*arguments) -> None:
-    global _worker
-    _worker = UnitTokenizer(*arguments)
-
-
-def _start_pool_worker(*arguments) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
-    _start_worker(*arguments)
-
-
-def _process_unit(index: int) -> tuple[int, dict]:
-    return index, _worker.process(index)
+            bar.set_postfix(samples=samples, refresh=False)
 
 
 # ---- the dataset

@@ -68,7 +68,7 @@ def test_the_dataset_holds_what_the_conversations_render_to(tokenizer, tmp_path)
 def test_the_result_does_not_depend_on_how_the_work_is_cut_and_spread(tokenizer, tmp_path, monkeypatch):
     source = write_lines(tmp_path / "a.jsonl", [conversation(n) for n in range(100)] + ["", "broken", "  "])
     whole = tokenize(source, tokenizer, tmp_path / "whole")
-    monkeypatch.setattr(sources_module, "UNIT_BYTES", 2000)
+    monkeypatch.setattr(sources_module, "MIN_UNIT_BYTES", 2000)
     parts = tokenize(source, tokenizer, tmp_path / "parts")
     spread = tokenize(source, tokenizer, tmp_path / "spread", num_workers=2)
     assert len(list((tmp_path / "parts").glob("unit-*.arrow"))) > 3
@@ -175,7 +175,7 @@ def test_files_folders_globs_and_gz_are_found_in_a_fixed_order(tokenizer, tmp_pa
 
 def test_a_hub_dataset_is_a_source(tokenizer, tmp_path, monkeypatch):
     # A folder of data files stands for the Hub: it goes through the same `datasets.load_dataset`.
-    monkeypatch.setattr(sources_module, "UNIT_ROWS", 20)
+    monkeypatch.setattr(sources_module, "MIN_UNIT_BYTES", 20 * sources_module.HUB_ROW_BYTES)
     rows = [{**conversation(number), "note": None if number % 2 else "struct columns"} for number in range(50)]
     rows[5]["messages"][0]["name"] = "somebody"  # then every message has a name, most of them None
     (tmp_path / "hub").mkdir()

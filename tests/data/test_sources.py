@@ -1,0 +1,59 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import pytest
+
+from hf_dflash.data import sources as sources_module
+from hf_dflash.data.sources import Part, Source, cut_into_units, list_sources, read_rows, size_of
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(sources_module, "MIN_UNIT_BYTES", 100)
+    monkeypatch.setattr(sources_module, "MAX_UNIT_BYTES", 800)
+    monkeypatch.setattr(sources_module, "UNIT_SHARE", 1 / 8)
+
+
+def sizes_of(units, sources):
+    return [sum(size_of(part, sources) for part in unit) for unit in units]
+
+
+def test_units_of_a_file_get_smaller_and_give_each_line_once_with_its_number(tmp_path, small_units):
+    lines = [f'{{"number": {number}}}'.ljust(12 + number % 30) for number in range(1, 601)]
+    (tmp_path / "a.jsonl").write_text("".join(line + "\n" for line in lines))
+    sources = list_sources(tmp_path / "a.jsonl")
+    units = cut_into_units(sources)
+    sizes = sizes_of(units, sources)
+    left = sum(sizes)
+    assert left == sources[0].size
+    for size in sizes[:-1]:
+        # A unit ends with the line in which it is large enough.
+        wanted = min(800, max(100, left // 8))
+        assert wanted <= size <= wanted + 50
+        left -= size
+    assert sizes[0] >= 800 and sizes[-1] <= 150
+    found = [row for unit in units for part in unit for row in read_rows(sources[part.source], part)]
+    assert found == list(enumerate((line.encode() for line in lines), 1))
+
+
+def test_small_files_are_put_together_and_large_compressed_ones_stay_whole(small_units):
+    names = ["large.jsonl.gz", *(f"s3://bucket/{number:02d}.jsonl" for number in range(30))]
+    sources = [Source(name, 5000 if number == 0 else 40, "version") for number, name in enumerate(names)]
+    units = cut_into_units(sources)
+    assert units[0] == [Part(0, 0, 5000, 1)]
+    assert [part for unit in units for part in unit] == [
+        Part(number, 0, source.size, 1) for number, source in enumerate(sources)
+    ]
+    # 1,200 bytes: an eighth of them is 150, and no unit is wanted smaller than 100.
+    assert sizes_of(units[1:4], sources) == [120, 120, 120] and set(sizes_of(units[4:-1], sources)) == {80}
+
+
+def test_a_hub_dataset_is_cut_as_if_its_rows_were_text():
+    row = sources_module.HUB_ROW_BYTES
+    sources = [Source("hub://name#train", 3_000_000, "fingerprint")]
+    units = cut_into_units(sources)
+    assert [unit[0].start for unit in units[1:]] == [unit[0].end for unit in units[:-1]]
+    assert (units[0][0].start, units[-1][0].end) == (0, 3_000_000)
+    assert all(unit[0].first_line == unit[0].start + 1 for unit in units)
+    rows = [part.end - part.start for (part,) in units]
+    assert rows[0] == sources_module.MAX_UNIT_BYTES // row and rows[-2] == sources_module.MIN_UNIT_BYTES // row
+    assert rows == sorted(rows, reverse=True)
