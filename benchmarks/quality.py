@@ -502,7 +502,7 @@ def drive(arguments, argv: list[str]) -> None:
             environment = {
                 **os.environ,
                 "CUDA_VISIBLE_DEVICES": device,
-                "OMP_NUM_THREADS": "2",
+                "OMP_NUM_THREADS": "1",
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
                 "TOKENIZERS_PARALLELISM": "false",

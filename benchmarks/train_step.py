@@ -352,33 +352,16 @@ def profile_step(side, device) -> dict:
     return profile(step, device)
 
 
-# Tiles of flex attention: PyTorch's own choice for this device, and others. The kernel that makes gradients of keys and values
-# goes over all query heads of a key head: repeated key heads split that work up.
+# Tiles of flex attention: PyTorch's own choice for this device, and others.
 TILES = {
     "own": {},
     "bounds checked": {"IS_DIVISIBLE": False},
     "bwd 2 stages": {"bwd_num_stages": 2},
-    "heads repeated": {"repeat_heads": True},
-    "heads repeated, bwd 2 stages": {"repeat_heads": True, "bwd_num_stages": 2},
-    "heads repeated, bwd 1 stage": {"repeat_heads": True, "bwd_num_stages": 1},
-    "heads repeated, bwd 64x64, 4 warps": {
+    "bwd 64x64": {
         **{f"bwd_BLOCK_{name}": 64 for name in ("M1", "N1", "M2", "N2")},
-        "repeat_heads": True,
         "bwd_num_warps": 4,
-        "bwd_num_stages": 2,
+        "bwd_num_stages": 3,
     },
-    "heads repeated, bwd 128x128": {
-        **{f"bwd_BLOCK_{name}": 128 for name in ("M1", "N1", "M2", "N2")},
-        "repeat_heads": True,
-        "bwd_num_stages": 1,
-    },
-    "heads repeated, bwd 32x128, 2 stages": {
-        "repeat_heads": True,
-        "bwd_BLOCK_M1": 32,
-        "bwd_BLOCK_N2": 32,
-        "bwd_num_stages": 2,
-    },
-    "fwd 2 stages": {"fwd_num_stages": 2},
     "fwd by TMA": {"fwd_USE_TMA": True},
 }
 
@@ -389,9 +372,7 @@ def measure_attention(side: Ours, options: dict, repeats: int) -> dict:
 
     torch.compiler.reset()
     options = {**FILLED_TILES, **options}
-    repeats_heads = options.pop("repeat_heads", False)
     inputs, config = side.inputs, side.inputs.config
-    groups = config.num_attention_heads // config.num_key_value_heads
     mask = next(iter(side.make_mask().values()))
     slots = inputs.num_anchors * inputs.block_size
     key_length = inputs.context_length + slots
@@ -410,11 +391,7 @@ def measure_attention(side: Ours, options: dict, repeats: int) -> dict:
 
     @torch.compile(fullgraph=True, dynamic=True)
     def attend(queries, keys, values):
-        if repeats_heads:
-            keys, values = (states.repeat_interleave(groups, dim=1) for states in (keys, values))
-        return flex_attention(
-            queries, keys, values, block_mask=mask, enable_gqa=not repeats_heads, kernel_options=options
-        )
+        return flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=options)
 
     def forward():
         return attend(queries, keys, values)
