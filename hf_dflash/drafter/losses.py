@@ -13,6 +13,7 @@ import torch
 from torch.utils._triton import has_triton
 
 from ..target.language_head import split_rows
+from .compilation import compile_function
 
 
 LOSS_TYPES = ("ce", "kl", "tv", "lk")
@@ -126,7 +127,7 @@ def _score(head, projected, labels, loss_type, target_projected, needs_gradient)
 
 @lru_cache(maxsize=1)
 def _compiled_score():
-    return torch.compile(_score, fullgraph=True, dynamic=True)
+    return compile_function(_score, fullgraph=True, dynamic=True)
 
 
 def _cross_entropy(logits, labels, needs_gradient):

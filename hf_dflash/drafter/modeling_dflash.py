@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import ModelOutput
 
+from .compilation import compile_function
 from .configuration_dflash import DFlashConfig
 
 
@@ -42,7 +43,8 @@ class CompilableModule(nn.Module):
     compile_options: tuple[bool, str] | None = None
 
     def call(self, *arguments):
-        if self.compile_options is None or torch.compiler.is_compiling():
+        # Not `is_compiling`, which is true in all threads while one of them compiles.
+        if self.compile_options is None or torch.compiler.is_dynamo_compiling():
             return self.compute(*arguments)
         return _compiled_call(*self.compile_options)(self, *arguments)
 
@@ -103,22 +105,18 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 FILLED_TILES = {"IS_DIVISIBLE": True}
 
 
-def _compile(function: Callable, **options) -> Callable:
-    # Each kind of layer is compiled by itself, for training and evaluation, for one row and several. Past dynamo's limit of 8
-    # variants it would go on uncompiled, where flex attention holds every score; `fullgraph` makes that an error.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(function, fullgraph=True, **options)
-
-
 @lru_cache(maxsize=1)
 def _compiled_flex_attention():
-    return _compile(flex_attention)
+    # `fullgraph`: an error where it would go on uncompiled.
+    return compile_function(flex_attention, fullgraph=True)
 
 
 @lru_cache(maxsize=4)
 def _compiled_call(dynamic: bool, backend: str) -> Callable:
     """One compiled function for all modules, which hands them in: equal ones share their code, and copies stay copies."""
-    return _compile(lambda module, *arguments: module.compute(*arguments), dynamic=dynamic, backend=backend)
+    return compile_function(
+        lambda module, *arguments: module.compute(*arguments), fullgraph=True, dynamic=dynamic, backend=backend
+    )
 
 
 class DFlashAttention(nn.Module):
@@ -174,7 +172,7 @@ class DFlashAttention(nn.Module):
         else:
             # Uncompiled flex attention materialises every score. It is the forward-only reference on a CPU, where it has no
             # backward: training there uses dense masks.
-            is_compiled = queries.is_cuda and not torch.compiler.is_compiling()
+            is_compiled = queries.is_cuda and not torch.compiler.is_dynamo_compiling()
             flex = _compiled_flex_attention() if is_compiled else flex_attention
             options = None
             if queries.is_cuda and self.is_padded_to_tiles and q_len % 128 == 0 and keys.shape[2] % 128 == 0:

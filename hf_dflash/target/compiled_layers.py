@@ -12,6 +12,7 @@ import logging
 import torch
 from torch import nn
 
+from ..drafter.compilation import compile_function
 from .gated_delta_net import is_gated_delta_net, join_projections, load_delta_rule, mix
 
 
@@ -41,8 +42,6 @@ def compile_decoder(decoder: nn.Module, *, dynamic: bool = True, backend: str = 
         return False
     if any(hasattr(layer.forward, "uncompiled") for layer in decoder.layers):
         return False
-    # Each kind of layer, one row or several, and each device is a variant of the same code.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     delta_rule = delta_rule or load_delta_rule()
     for layer in decoder.layers:
         for module in layer.modules():
@@ -52,10 +51,10 @@ def compile_decoder(decoder: nn.Module, *, dynamic: bool = True, backend: str = 
                 _replace_mixer(module, delta_rule, dynamic, backend)
             elif "gateddeltanet" in type(module).__name__.lower():
                 module.forward = torch.compiler.disable(module.forward)
-        compiled = torch.compile(layer.forward, dynamic=dynamic, backend=backend)
+        compiled = compile_function(layer.forward, dynamic=dynamic, backend=backend)
         layer.forward = _without_cache(compiled, layer.forward)
     if isinstance(getattr(decoder, "norm", None), nn.Module):
-        decoder.norm.forward = torch.compile(decoder.norm.forward, dynamic=dynamic, backend=backend)
+        decoder.norm.forward = compile_function(decoder.norm.forward, dynamic=dynamic, backend=backend)
     return True
 
 

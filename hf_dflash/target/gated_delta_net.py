@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ..drafter.compilation import compile_function
+
 
 _PARTS = "in_proj_qkv in_proj_z in_proj_b in_proj_a conv1d A_log dt_bias norm out_proj".split()
 # Not the gate's: `fla`'s norm would copy a piece of a wider tensor.
@@ -144,7 +146,7 @@ def finish_delta_rule(module: nn.Module, states: torch.Tensor, gate: torch.Tenso
 def _compiled_stages(dynamic: bool, backend: str):
     # Compiled once for all layers: modules are arguments.
     return tuple(
-        torch.compile(stage, dynamic=dynamic, backend=backend) for stage in (prepare_delta_rule, finish_delta_rule)
+        compile_function(stage, dynamic=dynamic, backend=backend) for stage in (prepare_delta_rule, finish_delta_rule)
     )
 
 

@@ -15,6 +15,7 @@ read it, and a forward pass begins only once its slot is free: so memory is flat
 """
 
 import contextlib
+import contextvars
 import queue
 import threading
 import traceback
@@ -89,6 +90,9 @@ class FeaturePipeline:
         asynchronous (`bool`, *optional*):
             `False` computes in the thread and at the moment that takes, `True` ahead in threads, on a CPU too. By default
             ahead, unless a target shares the drafter's device: there is nothing to overlap then.
+        in_turn (`int`, *optional*, defaults to 0):
+            The first so many micro-batches are computed while the drafter waits, the next not before it has released the
+            last: so that layers of either side are compiled while the other rests.
 
     Example:
 
@@ -102,7 +106,9 @@ class FeaturePipeline:
     ```
     """
 
-    def __init__(self, targets: list[FrozenTarget], *, depth: int = 2, asynchronous: bool | None = None):
+    def __init__(
+        self, targets: list[FrozenTarget], *, depth: int = 2, asynchronous: bool | None = None, in_turn: int = 0
+    ):
         if depth < 1:
             raise ValueError(f"`depth` is {depth}: a target must be allowed one micro-batch ahead.")
         self.targets = targets
@@ -111,6 +117,7 @@ class FeaturePipeline:
             asynchronous = not any(_are_same(target.device, self.device) for target in targets)
         self.is_asynchronous = asynchronous
         self.capacity = depth * len(targets)
+        self.in_turn = in_turn
         self._slots = [_Slot(self.device) for _ in range(self.capacity + 1)] if asynchronous else []
         # One for all targets, so that the memory of the slots belongs to one stream.
         receiving = torch.cuda.Stream(self.device) if asynchronous and self.device.type == "cuda" else None
@@ -136,7 +143,10 @@ class FeaturePipeline:
         if self.is_asynchronous:
             self._queues = [queue.SimpleQueue() for _ in self.targets]
             self._threads = [
-                threading.Thread(target=self._work, args=(i,), name=f"target-{i}", daemon=True)
+                # Options of torch's compiler are those of a context, which a new thread would not inherit.
+                threading.Thread(
+                    target=contextvars.copy_context().run, args=(self._work, i), name=f"target-{i}", daemon=True
+                )
                 for i in range(len(self.targets))
             ]
             for thread in self._threads:
@@ -261,13 +271,17 @@ class FeaturePipeline:
 
     def _wait_for_slot(self, ticket: "_Ticket") -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or ticket.number < self._num_released + len(self._slots))
+            self._changed.wait_for(lambda: self._is_closing or self._may_begin(ticket))
             if self._is_closing:
                 return False
         slot = self._slots[ticket.number % len(self._slots)]
         if slot.read is not None:
             slot.read.wait()
         return True
+
+    def _may_begin(self, ticket: "_Ticket") -> bool:
+        room = 1 if self._num_released < self.in_turn else len(self._slots)
+        return ticket.number < self._num_released + room
 
     def _compute_ahead(self, ticket: "_Ticket", index: int) -> None:
         target, slot = self.targets[index], self._slots[ticket.number % len(self._slots)]

@@ -143,7 +143,8 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         if args.target_fp8:
             for one in self.targets:
                 one.quantize_to_fp8()
-        if args.compile_layers == "on" or (args.compile_layers == "auto" and args.device.type == "cuda"):
+        compiles = args.compile_layers == "on" or (args.compile_layers == "auto" and args.device.type == "cuda")
+        if compiles:
             getattr(model, "get_base_model", lambda: model)().compile_layers()
             for one in self.targets:
                 one.compile_layers()
@@ -151,6 +152,8 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
             self.targets,
             depth=args.pipeline_depth,
             asynchronous={"auto": None, "on": True, "off": False}[args.pipeline],
+            # One optimizer step, in which each target runs, compiles nearly all there is.
+            in_turn=max(args.gradient_accumulation_steps, len(self.targets)) if compiles else 0,
         )
         # Micro-batches that are drawn and not trained on yet, and where they come from.
         self._drawn: deque[BlockBatch] = deque()

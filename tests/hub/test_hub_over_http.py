@@ -30,6 +30,7 @@ NATIVE_FILES = {
     "README.md",
     "config.json",
     "model.safetensors",
+    "compilation.py",
     "configuration_dflash.py",
     "modeling_dflash.py",
     "training_curves.png",

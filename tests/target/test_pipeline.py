@@ -119,6 +119,40 @@ def test_targets_are_never_further_ahead_than_the_depth_and_features_are_let_go(
     assert sum(target.num_alive for target in targets) == 0
 
 
+@pytest.mark.parametrize("num_targets, in_turn", [(1, 1), (1, 3), (2, 3)])
+def test_the_first_are_computed_in_turn_with_the_drafter_and_then_targets_run_ahead(num_targets, in_turn):
+    targets = [WatchedTarget() for _ in range(num_targets)]
+    room = 2 * num_targets + 1
+    with FeaturePipeline(targets, depth=2, asynchronous=True, in_turn=in_turn) as pipeline:
+        for number in range(10):
+            pipeline.submit(request(number))
+        for taken in range(in_turn):
+            assert_equal(pipeline.take()[0], direct(request(taken)))
+            # The drafter reads it: nothing else runs.
+            time.sleep(0.01)
+            assert sum(len(target.begun) for target in targets) == taken + 1
+        pipeline.release()
+        until(lambda: sum(len(target.begun) for target in targets) == min(10, in_turn + room))
+        for taken in range(in_turn, 10):
+            assert_equal(pipeline.take()[0], direct(request(taken)))
+
+
+def test_options_of_the_compiler_hold_in_the_threads_of_targets_too():
+    """Past `recompile_limit` a target would go on uncompiled, and only where it computes ahead."""
+    seen = []
+
+    class Target(WatchedTarget):
+        def __call__(self, *args, **kwargs):
+            seen.append(torch._dynamo.config.recompile_limit)
+            return super().__call__(*args, **kwargs)
+
+    with torch._dynamo.config.patch(recompile_limit=77):
+        with FeaturePipeline([Target()], asynchronous=True) as pipeline:
+            pipeline.submit(request(0))
+            pipeline.take()
+    assert seen == [77]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_failure_surfaces_where_its_features_are_needed_and_names_the_rows(asynchronous):
     targets = [WatchedTarget(), WatchedTarget()]

@@ -2,13 +2,15 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """Training with targets that compute ahead in threads, against targets that compute when they are asked."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from tiny_models import make_target
 from tiny_training import assert_same, make_dataset, make_trainer, training_state
 from transformers import TrainerCallback
 
-from hf_dflash import FrozenTarget
+from hf_dflash import DFlashForSpeculation, FrozenTarget
 from hf_dflash.target.pipeline import TargetForwardError
 from hf_dflash.training.callbacks import AcceptanceCallback
 from hf_dflash.training.checkpoint import find_last_checkpoint
@@ -61,6 +63,26 @@ def test_mixed_precision_is_the_drafters_alone_so_ahead_and_inline_are_bit_equal
     states = []
     for mode in ("off", "on"):
         trainer = make_trainer(tmp_path / mode, kind="qwen3_5", bf16=True, pipeline=mode, max_steps=5)
+        trainer.train()
+        states.append(training_state(trainer))
+    assert_same(*states)
+
+
+def test_compiled_layers_are_bit_equal_too_and_compiled_before_anything_runs_ahead(tmp_path, monkeypatch):
+    for one in (DFlashForSpeculation, FrozenTarget):
+        monkeypatch.setattr(one, "compile_layers", partialmethod(one.compile_layers, backend="eager"))
+    states = []
+    for mode in ("off", "on"):
+        torch._dynamo.reset()
+        trainer = make_trainer(
+            tmp_path / mode,
+            compile_layers="on",
+            pipeline=mode,
+            gradient_accumulation_steps=2,
+            targets_per_process=3 if mode == "on" else 1,
+            max_steps=3,
+        )
+        assert trainer.pipeline.in_turn == (3 if mode == "on" else 2)
         trainer.train()
         states.append(training_state(trainer))
     assert_same(*states)
