@@ -119,22 +119,24 @@ SETTINGS = {
     "muon_dpace_lr2": MUON | DPACE | {"learning_rate": 2e-3},
     "muon_dpace_anchors64": MUON | DPACE | {"num_anchors": 64},
     "muon_dpace_budget8k": MUON | DPACE | {"token_budget": 8192},
+    # As many blocks, but each supervised token is as likely an anchor as any other: 32 a reply favour short replies.
+    "muon_dpace_even": MUON | DPACE | {"num_anchors": 512, "anchor_ratio": 0.25},
+    # Further ways in which speculators' recipe differs.
+    "muon_dpace_wd": MUON | DPACE | {"weight_decay": 0.1},
+    "muon_dpace_linear": MUON | DPACE | {"lr_scheduler_type": "linear", "warmup_steps": 0.01},
     "muon_kl": MUON | {"loss_type": "kl"},
     "muon_lk": MUON | {"loss_type": "lk"},
 }
 PRIORITY = [
-    *[("base", 0), ("speculators", 0), ("speculators_adamw", 0), ("muon_dpace", 0), ("dpace", 0), ("muon", 0)],
-    *[("base", 1), ("block16", 0), ("kl", 0), ("lk", 0), ("data_labels", 0), ("layers5", 0), ("layers2", 0)],
-    *[
-        ("speculators_tuned", 0),
-        ("layers5_muon_dpace", 0),
-        ("late_layers_muon_dpace", 0),
-        ("from_target_muon_dpace", 0),
-    ],
-    *[("muon_dpace", 1), ("speculators", 1), ("muon_lk", 0), ("muon_kl", 0), ("muon_dpace_lr2", 0)],
-    *[("muon_dpace_lr10", 0), ("muon_dpace_anchors64", 0), ("muon_dpace_budget8k", 0), ("speculators_lr3", 0)],
-    *[("gamma7", 0), ("gamma2", 0), ("from_target", 0), ("late_layers", 0), ("anchors16", 0), ("anchors64", 0)],
-    *[("lr2", 0), ("base", 2), ("muon_dpace", 2), ("speculators", 2), ("speculators_tuned", 1)],
+    *[("base", 0), ("speculators", 0), ("muon_dpace", 0), ("dpace", 0), ("muon", 0), ("speculators_tuned", 0)],
+    *[("speculators", 1), ("muon_dpace", 1), ("muon_dpace_even", 0), ("speculators_adamw", 0), ("base", 1)],
+    *[("layers5_muon_dpace", 0), ("from_target_muon_dpace", 0), ("late_layers_muon_dpace", 0)],
+    *[("muon_lk", 0), ("muon_kl", 0), ("data_labels", 0), ("block16", 0), ("layers2", 0), ("layers5", 0)],
+    *[("muon_dpace_anchors64", 0), ("muon_dpace_lr2", 0), ("muon_dpace_lr10", 0), ("kl", 0), ("lk", 0)],
+    *[("muon_dpace_even", 1), ("speculators_tuned", 1), ("muon_dpace_wd", 0), ("muon_dpace_linear", 0)],
+    *[("gamma7", 0), ("gamma2", 0), ("speculators_lr3", 0), ("from_target", 0), ("late_layers", 0)],
+    *[("anchors16", 0), ("anchors64", 0), ("muon_dpace_budget8k", 0), ("lr2", 0), ("base", 2)],
+    *[("muon_dpace", 2), ("speculators", 2)],
 ]
 # When a curve is measured, as shares of all steps; at the last point on all replies, before on a part of them.
 POINTS = (1 / 8, 1 / 4, 1 / 2, 1)
@@ -574,7 +576,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results" / "quality", help="a JSON for each run")
     parser.add_argument("--setting", type=setting_and_seed, help="train this one, in this process")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=float, default=12e6, help="context tokens to train on")
+    parser.add_argument("--tokens", type=float, default=6e6, help="context tokens to train on")
     parser.add_argument("--jobs", type=int, default=6, help="runs at once on each GPU")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds of the driver")
