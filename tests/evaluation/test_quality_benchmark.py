@@ -221,3 +221,11 @@ def test_the_recipe_holds_out_what_the_benchmark_holds_out(quality, tmp_path):
     ids = [row["id"] for row in quality_data.read_jsonl(Path(train_smollm2.COMPLETIONS))]
     assert [row["id"] for row in quality_data.read_jsonl(Path(heldout))] == ids[:: quality_data.HELD_OUT_EVERY]
     assert len(quality_data.read_jsonl(Path(train))) + len(ids[:: quality_data.HELD_OUT_EVERY]) == len(ids)
+
+
+def test_the_profile_of_a_small_target_names_functions_and_kernels(quality, tmp_path, capsys):
+    import small_target_step
+
+    assert small_target_step.main(["--tiny", "--work", str(tmp_path)]) > 0
+    out = capsys.readouterr().out
+    assert "Python, 1 steps" in out and "aten::addmm" in out

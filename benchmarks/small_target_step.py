@@ -1,0 +1,113 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Where a training step's time goes with a small target, whose launches weigh as much as its work: target, drafter and Muon.
+
+    python benchmarks/small_target_step.py --target SmolLM2-135M-Instruct --work quality_work     # one GPU
+    python benchmarks/small_target_step.py --tiny                                                  # any CPU
+
+The runs of benchmarks/quality.py (its settings, rows and trainer). Prints the time of a step, Python's functions by their own
+time, and PyTorch's profile by device time and by host time.
+"""
+
+import argparse
+import cProfile
+import pstats
+import time
+from pathlib import Path
+
+import quality
+import torch
+from measuring import synchronize
+from quality_tiny import make_tiny
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerCallback
+
+
+class Watch(TrainerCallback):
+    """Times some steps, then looks at some in Python's profiler, then at a few in PyTorch's."""
+
+    def __init__(self, name: str, device: torch.device, warm_up: int, timed: int, in_python: int, in_torch: int):
+        self.name, self.device = name, device
+        self.in_python, self.in_torch = in_python, in_torch
+        self.begin, self.end = warm_up, warm_up + timed
+        self.python_end = self.end + in_python
+        self.stop = self.python_end + in_torch
+        self.calls, self.recorded = cProfile.Profile(), None
+        self.milliseconds = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        step = state.global_step
+        if step == self.begin:
+            synchronize(self.device)
+            self.began = time.perf_counter()
+        elif step == self.end:
+            synchronize(self.device)
+            self.milliseconds = (time.perf_counter() - self.began) / (self.end - self.begin) * 1e3
+            print(f"{self.name}: {self.milliseconds:.1f} ms a step", flush=True)
+            self.calls.enable()
+        elif step == self.python_end:
+            self.calls.disable()
+            activities = [ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self.recorded = profile(activities=activities)
+            self.recorded.__enter__()
+        elif step == self.stop:
+            synchronize(self.device)
+            self.recorded.__exit__(None, None, None)
+            control.should_training_stop = True
+
+    def print_profiles(self) -> None:
+        print(f"Python, {self.in_python} steps of {self.name}:")
+        pstats.Stats(self.calls).sort_stats("tottime").print_stats(20)
+        averages = self.recorded.key_averages()
+        orders = ["self_cpu_time_total"] + ["self_cuda_time_total"] * (self.device.type == "cuda")
+        for order in orders:
+            print(f"PyTorch, {self.in_torch} steps of {self.name}, by {order}:")
+            print(averages.table(sort_by=order, row_limit=18, max_name_column_width=60), flush=True)
+
+
+def main(argv: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="folder of the target")
+    parser.add_argument("--completions", type=Path, default=quality.RECIPES / "smollm2" / "completions.jsonl.gz")
+    parser.add_argument("--work", type=Path, default=Path("quality_work"), help="as for quality.py")
+    parser.add_argument("--setting", default="muon_dpace", choices=[*quality.SETTINGS, "recipe"])
+    parser.add_argument("--attention", default="dense", choices=["dense", "flex", "auto"])
+    parser.add_argument("--compile", default="off", choices=["off", "on", "auto"])
+    parser.add_argument("--steps", type=int, default=30, help="timed ones")
+    parser.add_argument("--tiny", action="store_true", help="a random target and few rows, for a CPU")
+    arguments = parser.parse_args(argv)
+    quality_options = {
+        "target_hub_id": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "prompts": [],
+        "results": arguments.work / "results",
+        "max_length": 1024,
+        "max_new_tokens": 192,
+        "heldout_rows": 200,
+        "rows_at_points": 24,
+        "jobs": 1,
+        "tokens": 6e6,
+        "decode_tokens": 8,
+    }
+    arguments = argparse.Namespace(**vars(arguments), **quality_options)
+    windows = (20, arguments.steps, 10, 5)
+    if arguments.tiny:
+        make_tiny(arguments)
+        windows = (1, 1, 1, 1)
+    elif arguments.target is None:
+        parser.error("--target is needed")
+    device = quality.device_of(arguments)
+    name = f"{arguments.setting}, {arguments.attention} attention, compiled layers {arguments.compile}"
+    watch = Watch(name, torch.device(device), *windows)
+    tokens = 1e4 if arguments.tiny else 2e6
+    trainer = quality.make_trainer(
+        arguments, arguments.setting, 0, tokens, arguments.work / "profile", device, [watch]
+    )
+    trainer.train()
+    watch.print_profiles()
+    return watch.milliseconds
+
+
+if __name__ == "__main__":
+    main()
