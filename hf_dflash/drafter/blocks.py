@@ -209,7 +209,8 @@ def create_anchor_block_mask_mod(
     Keys 0 .. C - 1 are the context, keys C .. C + Q - 1 the slots themselves.
 
     Args:
-        document_ids (`torch.Tensor` of shape `[C]` or `[R, C]`): document of each context position, -1 on padding.
+        document_ids (`torch.Tensor` of shape `[C]` or `[R, C]`): document of each context position, never less than the one
+            before it; -1 on padding, which is at the end.
         anchors (`torch.Tensor` of shape `[A]` or `[R, A]`): position of each block's anchor in its row.
         valid (`torch.Tensor` of shape `[A]` or `[R, A]`, bool): `False` on padding blocks, which see themselves only.
         block_size (`int`): B.
@@ -251,7 +252,8 @@ def create_anchor_block_mask_mod(
 
 def _first_visible(document_ids, anchors, valid, sliding_window: int | None) -> torch.Tensor:
     """`[R, A]`: the first context position that some slot of a block sees. Padding blocks get 0."""
-    documents = document_ids.masked_fill(document_ids < 0, document_ids.shape[1])
+    # Padding behind any document, whatever its number: a row of the dense layout holds one of many.
+    documents = document_ids.masked_fill(document_ids < 0, torch.iinfo(document_ids.dtype).max)
     first = torch.searchsorted(documents, documents.gather(1, anchors))
     if sliding_window is not None:
         first = torch.maximum(first, anchors - sliding_window + 1)

@@ -44,7 +44,9 @@ def mask_layouts(draw):
     context_length = max(map(sum, rows)) + draw(st.integers(0, 3))
     document_ids, anchors, valid = [], [], []
     for lengths in rows:
-        ids = [i for i, length in enumerate(lengths) for _ in range(length)]
+        # Documents are numbered over all rows: a number says nothing about the length of a row.
+        number = draw(st.sampled_from([0, 1, 5, 1000]))
+        ids = [number + i for i, length in enumerate(lengths) for _ in range(length)]
         document_ids.append(ids + [-1] * (context_length - len(ids)))
         real = draw(st.integers(0, num_blocks))
         drawn = sorted(draw(st.integers(0, len(ids) - 1)) for _ in range(real))
@@ -76,6 +78,15 @@ def test_mask_equals_a_loop_over_every_query_and_key(layout):
     assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float64).min}
     # Every slot sees itself, so that no row is fully masked.
     assert (mask[:, 0, :, len(document_ids[0]) :].diagonal(dim1=1, dim2=2) == 0).all()
+
+
+def test_a_row_that_is_shorter_than_its_documents_number_sees_its_context():
+    document_ids, anchors, valid = [[7, 7, -1, -1, -1]], [[1]], [[True]]
+    mask_mod, q_len, kv_len = create_anchor_block_mask_mod(*map(torch.tensor, (document_ids, anchors, valid)), 2)
+    mask = create_dense_mask(mask_mod, 1, q_len, kv_len, torch.device("cpu"))
+    expected = brute_force.visible_keys(document_ids[0], anchors[0], valid[0], 2, None, False)
+    assert (mask[0, 0] == 0).tolist() == expected
+    assert expected[0][0]
 
 
 def test_one_row_may_be_given_without_a_batch_dimension():
