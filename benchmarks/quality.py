@@ -6,6 +6,7 @@
     python benchmarks/quality.py --target SmolLM2-135M-Instruct --prompts prompts_eval_*.jsonl --setting dpace --seed 1
     python benchmarks/quality.py --target SmolLM2-135M-Instruct --prompts ... --speed base muon_dpace speculators
     python benchmarks/quality.py --report docs/ablations.md
+    python benchmarks/quality.py --example-card docs/example_card
     python benchmarks/quality.py --tiny --setting base                              # any CPU, seconds
 
 The first form trains all settings of `PRIORITY` that `--results` has no finished JSON of, several at once on each GPU, the most
@@ -594,6 +595,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--heldout-rows", type=int, default=200)
     parser.add_argument("--rows-at-points", type=int, default=24, help="of each domain, before the last point")
     parser.add_argument("--report", type=Path, help="write table and curves of all results into this Markdown file")
+    parser.add_argument("--example-card", type=Path, help="write the card of the recipe's drafter into this folder")
     parser.add_argument("--tiny", action="store_true", help="a random target and few rows, for a CPU")
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
@@ -602,6 +604,11 @@ def main(argv: list[str] | None = None) -> None:
         from quality_report import write_report
 
         write_report(arguments.results, arguments.report)
+        return
+    if arguments.example_card:
+        from quality_report import write_example_card
+
+        write_example_card(arguments.results, arguments.example_card)
         return
     if arguments.tiny:
         from quality_tiny import make_tiny

@@ -1,13 +1,13 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""Table and curves of what benchmarks/quality.py has measured, for docs/ablations.md."""
+"""Tables and curves of what benchmarks/quality.py has measured, for docs/ablations.md, and the card in docs/example_card."""
 
 import json
 import statistics
 from pathlib import Path
 
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
-from hf_dflash.hub.model_card import CURVES_FILE, create_drafter_card, read_training_record
+from hf_dflash.hub.model_card import CURVES_FILE, AcceptanceFigure, create_drafter_card, read_training_record
 from hf_dflash.training.curves import plot_curves
 
 
@@ -171,15 +171,50 @@ def make_speed_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def complete_card(folder: Path) -> None:
-    """Gives a card its curves, where it was written on a machine without matplotlib."""
-    if (folder / CURVES_FILE).exists():
-        return
-    plot_curves(json.loads((folder / "log_history.json").read_text(encoding="utf-8")), str(folder / CURVES_FILE))
-    config, record = DFlashConfig.from_pretrained(folder), read_training_record(folder)
+def write_example_card(results: Path, folder: Path) -> None:
+    """
+    The card of the recipe's drafter as it would stand on the Hub: what `DFlashTrainer` has recorded of its run, and beside the
+    figures of the walk those that were really decoded.
+
+    Raises:
+        `ValueError`: if no run of the recipe is finished that has kept its card.
+    """
+    runs = [run for run in read_runs(results) if run["setting"] == "recipe" and _card_folder(results, run).exists()]
+    if not runs:
+        raise ValueError(f"{results} holds no card of the recipe: `quality.py --setting recipe --card` makes one.")
+    run = max(runs, key=lambda run: run["tokens"])
+    source = _card_folder(results, run)
+    config, record = DFlashConfig.from_pretrained(source), read_training_record(source)
+    minutes, seconds = divmod(round(run["seconds_since_start"]), 60)
+    record.progress = f"{run['steps']:,} steps, {run['tokens'] / 1e6:g}M context tokens, in {minutes} min {seconds} s on one {run['device']}."
+    for way, figures in run.get("decoded", {}).items():
+        compared = ""
+        if "compared" in figures:
+            compared = (
+                f", {figures['identical_to_plain']} of {figures['compared']} outputs identical to plain decoding"
+            )
+        record.acceptance.append(
+            AcceptanceFigure(
+                "all four sets together",
+                figures["decoded_acceptance_length"],
+                f"really decoded in fp32, {'greedy' if way == 'greedy' else 'temperature 1'}, {figures['blocks']} blocks; the walk "
+                f"over the same text gives {figures['walked_acceptance_length']:.2f}{compared}",
+            )
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_curves(json.loads((source / "log_history.json").read_text(encoding="utf-8")), str(folder / CURVES_FILE))
+    config.save_pretrained(folder)
     create_drafter_card(
-        config, target_name=config.target_name_or_path, repo_id=folder.name, record=record, has_curves=True
+        config,
+        target_name=config.target_name_or_path,
+        repo_id=f"{run['target']}-DFlash",
+        record=record,
+        has_curves=True,
     ).save(folder / "README.md")
+
+
+def _card_folder(results: Path, run: dict) -> Path:
+    return results / f"card-{run['setting']}-{run['tokens'] / 1e6:g}M-seed{run['seed']}"
 
 
 def write_report(results: Path, document: Path) -> None:
@@ -201,6 +236,4 @@ def write_report(results: Path, document: Path) -> None:
         before + BEGIN + "\n\n" + "\n\n".join(part for part in parts if part) + "\n\n" + END + after, encoding="utf-8"
     )
     plot(runs, results / "curves.png")
-    for folder in results.glob("card-*"):
-        complete_card(folder)
     print(f"{len(runs)} runs: {document}, {results / 'curves.png'}")

@@ -41,15 +41,16 @@ def test_a_tiny_run_is_measured_at_four_points_decodes_losslessly_and_is_not_don
     for way in (greedy, sampled):
         assert way["decoded_acceptance_length"] == way["walked_acceptance_length"]
 
-    # As if the card had been written without matplotlib.
-    from quality_report import complete_card
+    # As if it were the recipe's.
+    from quality_report import write_example_card
 
     (card,) = tmp_path.glob("card-*")
-    (card / "training_curves.png").unlink()
-    text = (card / "README.md").read_text(encoding="utf-8")
-    complete_card(card)
-    assert (card / "training_curves.png").stat().st_size > 0
-    assert (card / "README.md").read_text(encoding="utf-8") == text
+    card.rename(tmp_path / card.name.replace("muon_dpace", "recipe"))
+    (tmp_path / path.name.replace("muon_dpace", "recipe")).write_text(json.dumps({**result, "setting": "recipe"}))
+    write_example_card(tmp_path, tmp_path / "example")
+    text = (tmp_path / "example" / "README.md").read_text(encoding="utf-8")
+    assert "really decoded in fp32, greedy" in text and "2 of 2 outputs identical to plain decoding" in text
+    assert (tmp_path / "example" / "training_curves.png").stat().st_size > 0
 
     capsys.readouterr()
     quality.main(argv)
@@ -145,7 +146,7 @@ class ChildProcess:
         return self.returncode
 
 
-def write_run(folder, setting, seed, lengths, *, finished=True, tokens=12e6, **options):
+def write_run(folder, setting, seed, lengths, *, finished=True, tokens=6e6, **options):
     curve = [
         {"step": i, "tokens": i * 10, "acceptance_length": length, "gsm8k_acceptance_length": length + 1, "accuracy_slot_1": 0.5}
         for i, length in enumerate(lengths, start=1)
@@ -198,10 +199,10 @@ def test_the_report_has_means_spreads_and_the_lead_over_speculators(quality, tmp
     quality.main(["--report", str(document), "--results", str(tmp_path)])
     text = document.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
-    assert "| `base` | 12M | 1.50M | 0, 1 | 2.10 ± 0.10 | - | 3.10 ± 0.10 |" in text
+    assert "| `base` | 6M | 1.50M | 0, 1 | 2.10 ± 0.10 | - | 3.10 ± 0.10 |" in text
     assert "- `base` is +20.0% against `speculators`" in text
-    assert "| `base` | auto | off | 3,000 | 18.0M |" in text
-    assert "cut_off" not in text and text.index("other_shape") < text.index("`base` | 12M |")
+    assert "| `base` | auto | off | 3,000 | 9.0M |" in text
+    assert "cut_off" not in text and text.index("other_shape") < text.index("`base` | 6M |")
     assert (tmp_path / "curves.png").stat().st_size > 0
 
     document.write_text("no marks")
