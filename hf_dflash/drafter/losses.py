@@ -93,18 +93,18 @@ class _SlotLosses(torch.autograd.Function):
             else:
                 target_projected = head.project(target_hidden_states[rows])
             if implementation == "triton":
-                from .cross_entropy_kernel import cross_entropy_in_place
-
-                losses[rows], predictions[rows] = cross_entropy_in_place(
-                    projected, labels[rows], head.scale, head.softcap, needs_gradient
+                losses[rows], predictions[rows], grad_projected = _score_by_kernel(
+                    head, projected, labels[rows], needs_gradient
                 )
             else:
                 score = _compiled_score() if implementation == "compiled" else _score
-                losses[rows], predictions[rows], projected = score(
+                losses[rows], predictions[rows], grad_projected = score(
                     head, projected, labels[rows], loss_type, target_projected, needs_gradient
                 )
             if needs_gradient:
-                gradient[rows] = (projected @ head.weight).to(gradient.dtype)
+                gradient[rows] = head.multiply_gradient(grad_projected).to(gradient.dtype)
+            # Not to stand beside the next chunk's.
+            del projected, target_projected, grad_projected
         ctx.gradient = gradient
         ctx.mark_non_differentiable(predictions)
         return losses, predictions
@@ -122,7 +122,17 @@ def _score(head, projected, labels, loss_type, target_projected, needs_gradient)
         losses, grad_logits = _cross_entropy(logits, labels, needs_gradient)
     else:
         losses, grad_logits = _divergence(logits, head.finish(target_projected), loss_type, needs_gradient)
-    return losses, logits.argmax(-1), head.unfinish(logits, grad_logits) if needs_gradient else None
+    return losses, logits.argmax(-1), head.unfinish(logits, grad_logits, labels) if needs_gradient else None
+
+
+def _score_by_kernel(head, projected, labels, needs_gradient):
+    """The same for cross-entropy."""
+    from .cross_entropy_kernel import cross_entropy_in_place, cross_entropy_to_fp8
+
+    if head.is_fp8:
+        return cross_entropy_to_fp8(projected, labels, head.scale, head.softcap, needs_gradient)
+    losses, predictions = cross_entropy_in_place(projected, labels, head.scale, head.softcap, needs_gradient)
+    return losses, predictions, projected
 
 
 @lru_cache(maxsize=1)
@@ -177,7 +187,7 @@ def compute_dflash_loss(
         hidden_states (`torch.Tensor` of shape `[N, B - 1, H]`):
             The drafter's output for slots 1 .. B - 1.
         head ([`LanguageHead`]):
-            The target's, on the same device.
+            The target's, on the same device; for `"ce"` perhaps in FP8, an [`Fp8Head`].
         labels (`torch.Tensor` of shape `[N, B - 1]`, int64):
             Token that each slot shall predict; anything where unsupervised.
         supervised (`torch.Tensor` of shape `[N, B - 1]`, bool):
@@ -220,6 +230,8 @@ def compute_dflash_loss(
         raise ValueError(f"D-PACE weights are made of cross-entropies: use `loss_type='ce'`, not {loss_type!r}.")
     if loss_type != "ce" and target_hidden_states is None:
         raise ValueError(f"`loss_type={loss_type!r}` compares distributions: pass `target_hidden_states`.")
+    if head.is_fp8 and loss_type != "ce":
+        raise ValueError(f"A head in FP8 is for `loss_type='ce'`, not {loss_type!r}.")
     if implementation is None:
         implementation = default_implementation(loss_type, head.weight)
     elif implementation not in IMPLEMENTATIONS or (implementation == "triton" and loss_type != "ce"):

@@ -22,6 +22,50 @@ def round_to_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (states.float() / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 
+def multiply_in_fp8(
+    states: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    dtype: torch.dtype,
+    use_fast_accum: bool = True,
+) -> torch.Tensor:
+    """The product of what [`round_to_fp8`] made of two matrices, `[M, K]` and `[N, K]`.
+
+    Args:
+        states (`torch.Tensor` of shape `[M, K]`), scales (`torch.Tensor` of shape `[M, 1]`): the one.
+        weight (`torch.Tensor` of shape `[N, K]`), weight_scales (`torch.Tensor` of shape `[N, 1]`): the other.
+        dtype (`torch.dtype`): of the product.
+        use_fast_accum (`bool`, *optional*, defaults to `True`): whether long sums may stay in the tensor cores, which hold
+            fewer bits than fp32.
+
+    Returns:
+        `torch.Tensor` of shape `[M, N]`.
+    """
+    if states.is_cuda:
+        return torch._scaled_mm(
+            states,
+            weight.t(),
+            scale_a=scales,
+            scale_b=weight_scales.t(),
+            out_dtype=dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    # The same numbers where there is no FP8 arithmetic.
+    return ((states.float() * scales) @ (weight.float() * weight_scales).t()).to(dtype)
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """
+    Raises:
+        `ValueError`: if the device is a GPU without FP8 arithmetic.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic: it takes compute capability 8.9."
+        )
+
+
 class Fp8Linear(nn.Module):
     """
     A frozen `nn.Linear` in FP8.
@@ -42,13 +86,7 @@ class Fp8Linear(nn.Module):
         """`[..., in_features]` -> `[..., out_features]` in the same dtype."""
         dtype = hidden_states.dtype
         states, scales = round_to_fp8(hidden_states.reshape(-1, self.in_features))
-        if states.is_cuda:
-            out = torch._scaled_mm(
-                states, self.weight.t(), scale_a=scales, scale_b=self.scales.t(), out_dtype=dtype, use_fast_accum=True
-            )
-        else:
-            # The same numbers where there is no FP8 arithmetic.
-            out = ((states.float() * scales) @ (self.weight.float() * self.scales).t()).to(dtype)
+        out = multiply_in_fp8(states, scales, self.weight, self.scales, dtype)
         if self.bias is not None:
             out = out + self.bias.to(dtype)
         return out.view(*hidden_states.shape[:-1], self.out_features)
@@ -67,11 +105,7 @@ def quantize_to_fp8(decoder: nn.Module, smallest: int = 1024) -> int:
     Raises:
         `ValueError`: if the device has no FP8 arithmetic.
     """
-    device = next(decoder.parameters()).device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ValueError(
-            f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic: it takes compute capability 8.9."
-        )
+    check_fp8_device(next(decoder.parameters()).device)
     changed = 0
     for module in list(decoder.layers.modules()):
         separate_projections(module)

@@ -3,6 +3,7 @@
 """The target's language head, as the drafter borrows it: weight, bias, scale and soft-cap."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ class LanguageHead:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+    is_fp8: ClassVar[bool] = False
 
     @classmethod
     def from_model(cls, model) -> "LanguageHead":
@@ -69,17 +72,20 @@ class LanguageHead:
         """`[..., H]` -> logits `[..., V]` in fp32 (fp64 for fp64 weights)."""
         return self.finish(self.project(hidden_states))
 
-    def unfinish(self, logits: torch.Tensor, grad_logits: torch.Tensor) -> torch.Tensor:
-        """The gradient by [`~LanguageHead.project`], in the weights' dtype, of a loss whose gradient by logits is given."""
+    def unfinish(
+        self, logits: torch.Tensor, grad_logits: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The gradient by [`~LanguageHead.project`] of a loss whose gradient by logits is given, as
+        [`~LanguageHead.multiply_gradient`] takes it: in the weights' dtype. Only heads in FP8 look at `labels`."""
         if self.softcap is not None:
             grad_logits = grad_logits * (1 - (logits / self.softcap) ** 2)
         if self.scale != 1.0:
             grad_logits = grad_logits * self.scale
         return grad_logits.to(self.weight.dtype)
 
-    def backward(self, logits: torch.Tensor, grad_logits: torch.Tensor) -> torch.Tensor:
-        """The gradient by the hidden states, `[..., H]`, of a loss whose gradient by [`~LanguageHead.logits`] is given."""
-        return self.unfinish(logits, grad_logits) @ self.weight
+    def multiply_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient by the hidden states, `[..., H]`, where that by [`~LanguageHead.project`] is given."""
+        return gradient @ self.weight
 
     def predict(self, hidden_states: torch.Tensor, max_elements: int = 1 << 28) -> torch.Tensor:
         """The most likely token of each row, without holding more than `max_elements` logits.

@@ -61,6 +61,10 @@ class DFlashTrainingArguments(TrainingArguments):
         target_fp8 (`bool`, *optional*, defaults to `False`):
             Whether the target's large matrices are in FP8: faster, half the memory, and a few labels change. It takes compute
             capability 8.9.
+        head_fp8 (`bool`, *optional*, defaults to `False`):
+            Whether the drafter's cross-entropy multiplies by the target's head in FP8: gradients are a few per cent off, and
+            two copies in FP8 take the memory of another head in bf16. Evaluation stays as it is. It takes `loss_type="ce"`
+            and compute capability 8.9.
         target_devices (`str`, *optional*):
             `"same"`, or a comma-separated list; devices joined by `+` share one target. See [`place_targets`].
         targets_per_process (`int`, *optional*, defaults to 1):
@@ -208,6 +212,13 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "The target's large matrices in FP8: faster, half the memory, and a few labels change."},
     )
+    head_fp8: bool = field(
+        default=False,
+        metadata={
+            "help": "The drafter's cross-entropy multiplies by the head in FP8 (ce only): gradients a few per cent off, the "
+            "memory of another head."
+        },
+    )
     target_devices: str | None = field(
         default=None,
         metadata={"help": "'same' for the drafter's device, or a comma-separated list for all processes."},
@@ -326,6 +337,8 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(f"`--dpace_alpha` is {self.dpace_alpha}: it must be between 0 and 1.")
         if self.loss_weighting == "dpace" and self.loss_type != "ce":
             raise ValueError("`--loss_weighting dpace` is made of cross-entropies: use `--loss_type ce`.")
+        if self.head_fp8 and self.loss_type != "ce":
+            raise ValueError(f"`--head_fp8` is for `--loss_type ce`, not {self.loss_type}.")
         if self.labels == "data" and self.loss_type != "ce":
             raise ValueError(
                 f"`--loss_type {self.loss_type}` learns the target's distribution, which `--labels data` has none of: "

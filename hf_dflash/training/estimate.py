@@ -123,6 +123,7 @@ def drafter_memory(
     compute_bytes: int,
     is_distributed: bool,
     checkpointing: bool,
+    head_fp8: bool = False,
 ) -> dict[str, float]:
     """Bytes on a drafter's device, by what they are for."""
     slots = num_blocks * sizes.block_size
@@ -134,6 +135,7 @@ def drafter_memory(
         "gradients, fp32": 4 * sizes.trainable_parameters * (2 if is_distributed else 1),
         "optimizer, fp32": 8 * sizes.trainable_parameters,
         "the target's embedding and head": 2 * sizes.vocab_size * hidden * sizes.target_bytes,
+        **({"the head in FP8, twice": 2 * sizes.vocab_size * hidden} if head_fp8 else {}),
         "activations": (layers + token_budget * features) * compute_bytes,
         "logits": min(_CHUNK_ELEMENTS, slots * sizes.vocab_size) * (8 + compute_bytes),
     }

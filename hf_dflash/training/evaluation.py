@@ -116,7 +116,7 @@ class HeldOutEvaluation:
         weights = position_weights(
             batch.block_size, self.args.loss_gamma, device=self.args.device, dtype=torch.float64
         )
-        loss, correct = self._loss(batch, features, hidden_states, kept_blocks, 1.0, "decay")
+        loss, correct = self._loss(batch, features, hidden_states, kept_blocks, 1.0, "decay", head=self.target.head)
         counted = batch.supervised & kept_blocks[:, None]
         sums["loss"] += loss
         sums["weight"] += (counted.sum(0) * weights).sum()

@@ -142,6 +142,7 @@ def describe_plan(job, args, num_processes: int, num_devices: int, lengths=None,
         compute_bytes=compute_bytes,
         is_distributed=num_processes > 1,
         checkpointing=args.gradient_checkpointing,
+        head_fp8=args.head_fp8,
     )
     memory: dict[str, dict[str, float]] = {}
     lines = ["Map"]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Trainer
 from .._compat import mark_loss_as_scaled, restore_onto_numbered_cpus
 from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
+from ..drafter.fp8_head import Fp8Head
 from ..drafter.losses import compute_dflash_loss
 from ..drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
 from ..evaluation.acceptance import count_accepted
@@ -140,6 +141,8 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self.target = self.targets[0].serve(args.device, feature_dtype)
         for one in self.targets[1:]:
             one.output_device, one.output_dtype = self.target.output_device, self.target.output_dtype
+        # For the loss that is trained on; evaluations take the head as it is.
+        self.training_head = Fp8Head.from_head(self.target.head) if args.head_fp8 else self.target.head
         if args.target_fp8:
             for one in self.targets:
                 one.quantize_to_fp8()
@@ -266,7 +269,16 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         blocks = hidden_states.reshape(-1, batch.block_size, hidden_states.shape[-1])
         return blocks[:, 1:], kept_blocks
 
-    def _loss(self, batch: BlockBatch, features: TargetFeatures, hidden_states, kept_blocks, denominator, weighting):
+    def _loss(
+        self,
+        batch: BlockBatch,
+        features: TargetFeatures,
+        hidden_states,
+        kept_blocks,
+        denominator,
+        weighting,
+        head=None,
+    ):
         labels = batch.data_labels
         if self.args.labels == "target" and len(batch.label_positions):
             labels = features.label_ids[batch.label_index]
@@ -275,7 +287,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
             target_hidden_states = features.label_hidden_states[batch.label_index.flatten()[batch.slot_indices]]
         return compute_dflash_loss(
             hidden_states,
-            self.target.head,
+            self.training_head if head is None else head,
             labels,
             batch.supervised,
             loss_type=self.args.loss_type,

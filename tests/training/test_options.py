@@ -12,7 +12,14 @@ import pytest
 import torch
 from tiny_drafters import make_drafter
 from tiny_models import make_target
-from tiny_training import GradientRecorder, assert_same, make_trainer, relative_difference, training_state
+from tiny_training import (
+    GradientRecorder,
+    assert_same,
+    make_dataset,
+    make_trainer,
+    relative_difference,
+    training_state,
+)
 
 from hf_dflash import DFlashForSpeculation, DFlashTrainingArguments, create_drafter_config
 from hf_dflash.training.muon import Muon, MuonWithAdamW
@@ -118,6 +125,9 @@ def test_the_estimate_counts_what_is_really_there(job_file):
     assert sum(memory[name] for name in list(memory)[:3]) == 16 * drafter.num_parameters()
     fewer = drafter_memory(sizes, 64, 8, compute_bytes=4, is_distributed=False, checkpointing=True)
     assert fewer["activations"] < memory["activations"] and GIB == 1024**3
+    fp8 = drafter_memory(sizes, 64, 8, compute_bytes=4, is_distributed=False, checkpointing=False, head_fp8=True)
+    weight = target.get_output_embeddings().weight
+    assert sum(fp8.values()) - sum(memory.values()) == 2 * weight.numel()
 
 
 def test_several_devices_may_share_a_target():
@@ -225,6 +235,29 @@ def test_two_targets_that_take_turns_teach_what_one_does(tmp_path):
         assert read == ([7] if number == 1 else [4, 3])
         states.append(training_state(trainer))
     assert_same(*states)
+
+
+# ---- The head in FP8 ----
+
+
+def test_a_head_in_fp8_trains_nearly_as_well_and_measures_as_ever(tmp_path):
+    first, logs, evaluations = {}, {}, {}
+    for head_fp8 in (False, True):
+        recorder = GradientRecorder()
+        trainer = make_trainer(
+            tmp_path,
+            head_fp8=head_fp8,
+            num_train_epochs=4,
+            max_grad_norm=0.0,
+            callbacks=[recorder],
+            eval_dataset=make_dataset(5, 20),
+        )
+        evaluations[head_fp8] = {name: v for name, v in trainer.evaluate().items() if "loss" in name or "acc" in name}
+        trainer.train()
+        first[head_fp8], logs[head_fp8] = recorder.first, trainer.state.log_history[-2]["loss"]
+    assert evaluations[True] == evaluations[False], "an evaluation takes the head as it is"
+    assert 1e-4 < relative_difference(first[True], first[False]) < 0.1
+    assert abs(logs[True] / logs[False] - 1) < 0.05
 
 
 # ---- Warm starts ----
