@@ -142,10 +142,14 @@ class FeaturePipeline:
         self._reset()
         if self.is_asynchronous:
             self._queues = [queue.SimpleQueue() for _ in self.targets]
+            num_threads = torch.get_num_threads()
             self._threads = [
                 # Options of torch's compiler are those of a context, which a new thread would not inherit.
                 threading.Thread(
-                    target=contextvars.copy_context().run, args=(self._work, i), name=f"target-{i}", daemon=True
+                    target=contextvars.copy_context().run,
+                    args=(self._work, i, num_threads),
+                    name=f"target-{i}",
+                    daemon=True,
                 )
                 for i in range(len(self.targets))
             ]
@@ -256,7 +260,11 @@ class FeaturePipeline:
             ticket.times.transfers.append((end, Moment(target.device)))
         ticket.features = features
 
-    def _work(self, index: int) -> None:
+    def _work(self, index: int, num_threads: int) -> None:
+        # When a thread first asks or computes, it takes the number that the last thread has set, and keeps it: while the
+        # drafter's thread draws blocks, that is one. So first take that, then set the number.
+        torch.get_num_threads()
+        torch.set_num_threads(num_threads)
         while (ticket := self._queues[index].get()) is not None:
             try:
                 if not self._wait_for_slot(ticket):

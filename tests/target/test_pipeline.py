@@ -153,6 +153,27 @@ def test_options_of_the_compiler_hold_in_the_threads_of_targets_too():
     assert seen == [77]
 
 
+def test_targets_compute_with_as_many_threads_as_the_drafter_whatever_it_does_when_they_begin():
+    seen = []
+
+    class Target(WatchedTarget):
+        def __call__(self, *args, **kwargs):
+            seen.append(torch.get_num_threads())
+            return super().__call__(*args, **kwargs)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with FeaturePipeline([Target()], asynchronous=True) as pipeline:
+            # As where blocks are drawn.
+            torch.set_num_threads(1)
+            pipeline.submit(request(0))
+            pipeline.take()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_failure_surfaces_where_its_features_are_needed_and_names_the_rows(asynchronous):
     targets = [WatchedTarget(), WatchedTarget()]
