@@ -15,13 +15,18 @@ five minutes on an H200, nor did its own compiled mask, which is therefore built
 too. speculators makes the target's logits at every slot inside its step. Our labels are token ids, made once per position
 where the target lives; the time for that is measured too (`labels`) and added where it says "with labels". Model-Optimizer
 is measured with cross-entropy on the data's tokens, its cheapest loss, which needs no labels of a target.
+
+"hf_dflash with FP8 head" is a side of its own, with ratios of its own: the others' products are all in bf16, and so are those
+of "hf_dflash".
 """
 
 import argparse
 import contextlib
 import gc
+import itertools
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +34,7 @@ from measuring import Report, milliseconds, peak_gib, profile, synchronize
 
 from hf_dflash.drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
+from hf_dflash.drafter.fp8_head import Fp8Gradient, Fp8Head
 from hf_dflash.drafter.losses import compute_dflash_loss
 from hf_dflash.drafter.modeling_dflash import FILLED_TILES, DFlashForSpeculation, create_training_masks
 from hf_dflash.target.language_head import LanguageHead
@@ -85,14 +91,14 @@ class Inputs:
 
 
 class Ours:
-    def __init__(self, inputs: Inputs, parameter_dtype, dynamic: bool = True):
+    def __init__(self, inputs: Inputs, parameter_dtype, dynamic: bool = True, head_fp8: bool = False):
         config, device = inputs.config, inputs.device
         self.is_cuda = device.type == "cuda"
         with torch.device(device):
             self.model = DFlashForSpeculation(config).to(parameter_dtype).train()
         if self.is_cuda:
             self.model.compile_layers(dynamic=dynamic)
-        self.head = LanguageHead(inputs.head_weight)
+        self.head = (Fp8Head if head_fp8 else LanguageHead)(inputs.head_weight)
         self.set_inputs(inputs)
 
     def set_inputs(self, inputs: Inputs) -> None:
@@ -409,11 +415,13 @@ def measure_attention(side: Ours, options: dict, repeats: int) -> dict:
     }
 
 
-def measure_loss(inputs: Inputs, implementation: str, max_elements: int, repeats: int) -> dict:
+def measure_loss(
+    inputs: Inputs, implementation: str, max_elements: int, repeats: int, head_class=LanguageHead
+) -> dict:
     """The loss and its gradient by the hidden states alone."""
     shape = (*inputs.labels.shape, inputs.config.hidden_size)
     states = torch.randn(shape, device=inputs.device, dtype=inputs.dtype, requires_grad=True)
-    head = LanguageHead(inputs.head_weight)
+    head = head_class(inputs.head_weight)
 
     def run():
         loss, _ = compute_dflash_loss(
@@ -445,6 +453,31 @@ def measure_matrix_rate(inputs: Inputs, repeats: int) -> dict:
     run()
     elapsed = milliseconds(run, repeats, inputs.device)
     return {"ms": elapsed, "tflops": 4e-9 * rows * inputs.head_weight.numel() / elapsed}
+
+
+def measure_fp8_rate(inputs: Inputs, repeats: int) -> dict:
+    """The same in FP8, as [`Fp8Head`] does them: hidden states are rounded in it, the gradient is there already."""
+    rows = inputs.labels.numel()
+    states = torch.randn(rows, inputs.config.hidden_size, device=inputs.device, dtype=inputs.dtype)
+    head = Fp8Head(inputs.head_weight)
+    gradient = Fp8Gradient.empty(inputs.labels.flatten(), inputs.config.vocab_size)
+    # Any positive numbers of e4m3: equal ones would take less power, so be faster.
+    gradient.values.view(torch.uint8).random_(0, 127)
+    gradient.scales.fill_(2.0**-8)
+    gradient.at_labels.fill_(-1.0)
+
+    def project():
+        return head.project(states)
+
+    def multiply():
+        return head.multiply_gradient(gradient)
+
+    results = {}
+    for name, run in (("logits ms", project), ("gradient ms", multiply)):
+        run()
+        results[name] = milliseconds(run, repeats, inputs.device)
+    elapsed = sum(results.values())
+    return {**results, "ms": elapsed, "tflops": 4e-9 * rows * inputs.head_weight.numel() / elapsed}
 
 
 def measure_labels(inputs: Inputs, repeats: int) -> dict:
@@ -505,6 +538,7 @@ def main() -> int:
     labels = report.run("labels", lambda: measure_labels(inputs, args.repeats))
     if "loss" in args.stages:
         report.run("loss, its two products alone", lambda: measure_matrix_rate(inputs, args.repeats))
+        report.run("loss, its two products alone, FP8", lambda: measure_fp8_rate(inputs, args.repeats))
         variants = [("eager", 28), ("compiled", 28), ("compiled", 29), ("compiled", 30)]
         variants += [("triton", power) for power in (28, 29, 30, 31)]
         for implementation, power in variants if is_cuda else [("eager", 28)]:
@@ -512,8 +546,19 @@ def main() -> int:
                 f"loss, {implementation}, 2^{power} logits at once",
                 lambda i=implementation, p=power: measure_loss(inputs, i, 1 << p, args.repeats),
             )
+        for implementation, power in [("triton", 29), ("triton", 30)] if is_cuda else [("eager", 28)]:
+            report.run(
+                f"loss, fp8, {implementation}, 2^{power} logits at once",
+                lambda i=implementation, p=power: measure_loss(inputs, i, 1 << p, args.repeats, Fp8Head),
+            )
 
-    sides = {"hf_dflash": Ours, "speculators": Speculators, "Model-Optimizer": ModelOptimizer}
+    with_fp8 = "hf_dflash with FP8 head"
+    sides = {
+        "hf_dflash": Ours,
+        with_fp8: partial(Ours, head_fp8=True),
+        "speculators": Speculators,
+        "Model-Optimizer": ModelOptimizer,
+    }
     precisions = {"bf16 parameters": torch.bfloat16, "fp32 parameters, bf16 autocast": torch.float32}
     if args.bf16_only:
         del precisions["fp32 parameters, bf16 autocast"]
@@ -522,7 +567,7 @@ def main() -> int:
     steps = {}
     for name, side in sides.items():
         for precision, parameter_dtype in precisions.items():
-            if ("ours" if side is Ours else "peers") in args.stages:
+            if ("ours" if name.startswith("hf_dflash") else "peers") in args.stages:
                 steps[name, precision] = report.run(
                     f"{name}, {precision}",
                     lambda s=side, p=parameter_dtype: measure_step(
@@ -546,17 +591,17 @@ def main() -> int:
     if "ours" in args.stages:
         report.run("AdamW", lambda: measure_optimizer(inputs, args.repeats))
 
-    for precision in precisions:
-        ours, theirs = steps.get(("hf_dflash", precision)), steps.get(("speculators", precision))
+    for precision, us in itertools.product(precisions, ("hf_dflash", with_fp8)):
+        ours, theirs = steps.get((us, precision)), steps.get(("speculators", precision))
         if ours and theirs and labels:
-            name = f"speculators / hf_dflash, {precision}"
+            name = f"speculators / {us}, {precision}"
             report.ratio(f"{name}, labels on the target's device", theirs["step_ms"], ours["step_ms"])
             report.ratio(f"{name}, with labels", theirs["step_ms"], ours["step_ms"] + labels["ms"])
             without = theirs["step_ms"] - theirs["mask_ms"]
             report.ratio(f"{name}, with labels, without their masks", without, ours["step_ms"] + labels["ms"])
         theirs = steps.get(("Model-Optimizer", precision))
         if ours and theirs:
-            report.ratio(f"Model-Optimizer / hf_dflash, {precision}", theirs["step_ms"], ours["step_ms"])
+            report.ratio(f"Model-Optimizer / {us}, {precision}", theirs["step_ms"], ours["step_ms"])
     return 0
 
 
