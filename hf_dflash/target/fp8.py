@@ -51,8 +51,8 @@ def multiply_in_fp8(
             out_dtype=dtype,
             use_fast_accum=use_fast_accum,
         )
-    # The same numbers where there is no FP8 arithmetic.
-    return ((states.float() * scales) @ (weight.float() * weight_scales).t()).to(dtype)
+    # The same numbers where there is no FP8 arithmetic; what autocast rounds to bf16 is exact in it.
+    return ((states.float() @ weight.float().t()) * scales * weight_scales.t()).to(dtype)
 
 
 def check_fp8_device(device: torch.device) -> None:
