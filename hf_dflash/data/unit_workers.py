@@ -12,6 +12,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from .sources import digest_of
 from .unit_tokenization import UnitTokenizer
 
 
@@ -45,17 +47,29 @@ def process_units(todo: list[int], arguments: tuple, num_workers: int) -> Iterat
 
     Raises:
         `RuntimeError`: another process ended with its work undone. What a unit raises is raised here too.
+        `ValueError`: the tokenizer cannot be pickled.
     """
+    # Of this dataset's runs: its folder is locked, so what one that was killed has left is nobody's.
+    prefix = f"hf-dflash-{digest_of(os.path.realpath(arguments[0]))[:12]}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
     if num_workers == 1:
         unit_tokenizer = UnitTokenizer(*arguments)
         for index in todo:
             yield index, unit_tokenizer.process(index)["samples"]
         return
+    try:
+        job = pickle.dumps((todo, arguments))
+    except Exception as error:
+        raise ValueError(
+            f"This tokenizer cannot be handed to other processes ({error}): take one worker (`num_workers=1`)."
+        ) from error
     threads_of_tokenizer = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
     try:
-        with tempfile.TemporaryDirectory(prefix="hf-dflash-") as folder:
-            Path(folder, "job.pickle").write_bytes(pickle.dumps((todo, arguments)))
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            Path(folder, "job.pickle").write_bytes(job)
+            del job
             Path(folder, "taken").touch()
             yield from _process_units_together(todo, arguments, num_workers - 1, folder)
     finally:
@@ -129,7 +143,8 @@ class _Helpers:
             self._problem = error
 
     def have_ended(self) -> bool:
-        return not self._processes and not self._starter.is_alive()
+        # In this order: the starter's last process is there before the starter ends.
+        return not self._starter.is_alive() and not self._processes
 
     def reports(self, timeout: float) -> Iterator[tuple[int, int]]:
         """What the others have done since the last call; waits up to `timeout` seconds if that is nothing."""
@@ -145,8 +160,7 @@ class _Helpers:
                     process.join()
                     if process.exitcode:
                         raise RuntimeError(
-                            f"A worker process ended with status {process.exitcode} (-9 is often the machine's memory: "
-                            "fewer workers need less). Start again to go on with what is not done."
+                            f"A worker process ended with status {process.exitcode}. {_advice(process.exitcode)}"
                         ) from None
                     continue
                 if isinstance(report, Exception):
@@ -161,6 +175,14 @@ class _Helpers:
             process.terminate()
         for process in processes:
             process.join()
+
+
+def _advice(status: int) -> str:
+    if status < 0:
+        memory = "The machine's memory may be too small for so many workers. " if status == -signal.SIGKILL else ""
+        return f"{memory}Start again to go on with what is not done."
+    # What a worker's own code raises is reported. This is from before it, when Python imports the script again.
+    return 'What it printed says why; a script must tokenize under `if __name__ == "__main__":`, or with one worker.'
 
 
 def _help(folder: str, reports: Connection) -> None:

@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -106,3 +108,56 @@ def test_a_worker_that_is_killed_is_an_error_and_the_run_goes_on_when_started_ag
     monkeypatch.undo()
     assert len(tokenize(source, tmp_path / "out")) == 60
     assert not list(tmp_path.glob("hf-dflash-*"))
+
+
+def test_what_a_killed_run_has_left_for_its_workers_is_removed_by_the_next_and_nobody_elses(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = []
+
+    def stop(index, number):
+        folders.extend(tmp_path.glob("hf-dflash-*"))
+        raise KeyboardInterrupt
+
+    before_the_first_unit_here(monkeypatch, stop)
+    for name in ("out", "other"):
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(source, tmp_path / name)
+    for folder in folders:  # as a killed run does not remove them
+        folder.mkdir()
+        (folder / "job.pickle").write_bytes(b"much")
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert len(tokenize(source, tmp_path / "out")) == 60
+    assert [folder.exists() for folder in folders] == [False, True]
+
+
+def test_a_tokenizer_that_cannot_be_pickled_is_refused_with_a_way_out(source, tmp_path):
+    tokenizer = make_tokenizer(CHATML_TEMPLATE)
+    tokenizer.cannot_be_pickled = lambda: None
+    options = {"gates": None, "disable_tqdm": True}
+    with pytest.raises(ValueError, match="num_workers=1"):
+        tokenize_completions(source, tokenizer, tmp_path / "out", num_workers=2, **options)
+    assert len(tokenize_completions(source, tokenizer, tmp_path / "out", num_workers=1, **options)) == 60
+
+
+def test_a_script_that_tokenizes_when_it_is_imported_is_told_what_to_do(source, tmp_path):
+    make_tokenizer(CHATML_TEMPLATE).save_pretrained(tmp_path / "target")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from hf_dflash.data import sources, tokenization, unit_workers\n"
+        "sources.MIN_UNIT_BYTES = 1000\n"
+        "class Late(unit_workers.UnitTokenizer):\n"
+        "    def process(self, index):\n"
+        "        import multiprocessing, time\n"
+        "        while not multiprocessing.active_children(): time.sleep(0.01)\n"
+        "        while multiprocessing.active_children(): time.sleep(0.01)\n"
+        "        return super().process(index)\n"
+        "unit_workers.UnitTokenizer = Late\n"
+        f"tokenization.tokenize_completions({str(source)!r}, {str(tmp_path / 'target')!r}, '{tmp_path}/out', num_workers=2)\n"
+    )
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: A worker process ended with status 1") and "__main__" in last
