@@ -8,6 +8,7 @@ Only the module of the chosen command is imported.
 
 import difflib
 import importlib
+import itertools
 import os
 import re
 import sys
@@ -71,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             raise
         print(f"hf-dflash {command}: error: {error}", file=sys.stderr)
+        for hint in _folders_that_are_not_there(arguments) if isinstance(error, OSError) else ():
+            print(hint, file=sys.stderr)
         print("(run with --debug for the traceback)", file=sys.stderr)
         return 2
 
@@ -96,6 +99,19 @@ def _unknown(command: str) -> str:
     close = difflib.get_close_matches(command, COMMANDS, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(close)}?" if close else f"The commands are {', '.join(COMMANDS)}."
     return f"there is no command {command!r}. {hint}"
+
+
+def _folders_that_are_not_there(arguments: list[str]) -> list[str]:
+    """
+    Models that were looked up on the Hub, as nothing here has their name. Transformers' own message names none of them where
+    the Hub cannot be reached, and a mistyped path is the usual reason.
+    """
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    return [
+        f"({option} {name}: there is no such folder here, so it was looked up on the Hub)"
+        for option, name in itertools.pairwise(words)
+        if option in ("--target", "--drafter") and not os.path.exists(name)
+    ]
 
 
 def _version() -> str:

@@ -109,6 +109,19 @@ def test_a_users_mistake_is_one_line_without_a_traceback(command, error, capsys)
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("option", [["--target", "recipes/pokket"], ["--target=recipes/pokket"]])
+def test_a_mistyped_folder_is_named_when_the_hub_cannot_be_reached(option, command, capsys):
+    command(raises(OSError("We couldn't connect to 'https://huggingface.co'")))
+    assert cli.main(["tokenize", "a.jsonl", *option, "--output", "nowhere"]) == 2
+    assert "--target recipes/pokket: there is no such folder here" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_there_is_not_blamed(command, capsys, tmp_path):
+    command(raises(OSError("disk full")))
+    assert cli.main(["tokenize", "a.jsonl", "--target", str(tmp_path)]) == 2
+    assert "no such folder" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["--debug", "tokenize"], ["tokenize", "--debug"]])
 def test_debug_shows_the_traceback(command, argv):
     command(raises(ValueError("row 3 is empty")))

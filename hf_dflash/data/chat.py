@@ -205,7 +205,9 @@ class ChatRenderer:
     def turns(self, conversation: Conversation) -> list[Turn | RowSkipped]:
         """The assistant turns of a conversation as text, in order."""
         if self.tokenizer.chat_template is None:
-            raise ValueError("The tokenizer has no chat template: give the one that the target was served with.")
+            raise ValueError(
+                "The tokenizer has no chat template: give the one that the target was served with (`--chat-template FILE`)."
+            )
         result = []
         for index, message in enumerate(conversation.messages):
             if message["role"] == "assistant":

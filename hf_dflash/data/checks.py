@@ -214,7 +214,7 @@ def judge(statistics: DatasetStatistics, gates: DatasetGates, manifest: dict | N
             "replies differ",
             most <= max(1, gates.max_reply_share * num_rows),
             f"one and the same reply is in {most:,} of {num_rows:,} rows ({most / num_rows:.1%}); "
-            f"limit {gates.max_reply_share:.1%} (--max-reply-share)",
+            f"limit {gates.max_reply_share:.1%} (--max-reply-share), and never less than one row",
         )
     )
     share = supervised / tokens

@@ -575,7 +575,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     if manifest["status"] != "finished":
         print("The time is over before the prompts are. Run the same command again to go on.")
+    elif not counts["rows"]:
+        raise ValueError(_why_nothing(arguments["prompts"], arguments["output"], counts["failed"]))
     return 0
+
+
+def _why_nothing(prompts: list[str], folder: str, num_failed: int) -> str:
+    if not num_failed:
+        return f"There is no prompt in {', '.join(prompts)}."
+    with open(os.path.join(folder, "failures.jsonl"), encoding="utf-8") as file:
+        first = json.loads(file.readline())
+    return f"Not one of {num_failed} prompts was answered. The first, {first['id'] or first.get('where')}: {first['detail']}"
 
 
 _LOCAL_OPTIONS = {"devices", "dtype", "max_prompt_tokens", "token_budget", "max_batch_rows", "time_limit"}
@@ -587,7 +597,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-dflash generate",
         description="The target writes the completions that its drafter learns from. The same command goes on with a run "
         "that was stopped.",
-        epilog="Exit status: 0 if every prompt is answered or listed in failures.jsonl, 2 if the run was refused or stopped.",
+        epilog="Exit status: 0 if every prompt is answered or listed in failures.jsonl, 2 if the run was refused or stopped, or if "
+        "not one prompt was answered.",
     )
     parser.add_argument("prompts", nargs="+", help="JSONL files, folders, globs, s3:// prefixes or hub:// datasets")
     parser.add_argument("output", help="folder of completions")

@@ -200,11 +200,14 @@ def load_mixture(path: str | os.PathLike) -> Mixture:
     Reads a mixture from its YAML file.
 
     Raises:
-        `ValueError`: an unknown key, or a value that makes no sense; the message names it.
+        `ValueError`: no YAML, an unknown key, or a value that makes no sense; the message names it.
     """
-    content = yaml.safe_load(Path(path).read_text())
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} does not describe a mixture.")
+        raise ValueError(f"{path} does not describe a mixture: see recipes/mixtures/qwen36.yaml for one.")
     _check_keys(content, {item.name for item in fields(Mixture)}, str(path))
     sources = []
     for number, entry in enumerate(content.get("sources") or [], 1):

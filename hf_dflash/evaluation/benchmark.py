@@ -18,6 +18,7 @@ import transformers
 
 from ..command_line import CommandParser
 from ..decoding.speculative import speculative_generate
+from ..drafter.configuration_dflash import DFlashConfig
 from ..progress import ProgressBar
 from .acceptance import repeated_ngram_share
 from .prompt_sets import PROMPT_SETS, load_prompt_set
@@ -458,7 +459,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--compare-with-plain", action=argparse.BooleanOptionalAction, default=True, help="time plain decoding too"
     )
-    parser.add_argument("--dtype", default="auto", help="of both models, such as bfloat16 or float32")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32", "float64"], help="of both models"
+    )
     parser.add_argument("--device", help="default: the first accelerator, else the CPU")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the target's repository")
     parser.add_argument("--output", type=Path, help="folder for acceptance.json, acceptance.md and acceptance.png")
@@ -477,6 +480,12 @@ def main(argv: list[str] | None = None) -> int:
             prompts += load_prompts(name, args.limit)
 
     # Importing the package registers the drafter's classes.
+    model_type = transformers.AutoConfig.from_pretrained(args.drafter).model_type
+    if model_type != DFlashConfig.model_type:
+        raise ValueError(
+            f"--drafter {args.drafter} is no drafter in hf_dflash's own layout (its `model_type` is {model_type!r}): give the "
+            "folder of a drafter, or `hf-dflash import` another project's first."
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     target = transformers.AutoModelForCausalLM.from_pretrained(
         args.target, dtype=args.dtype, trust_remote_code=args.trust_remote_code

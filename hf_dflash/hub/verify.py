@@ -236,7 +236,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True, help="folder or Hub id")
     parser.add_argument("--prompt", action="append", help="a user message; may be repeated")
     parser.add_argument("--max_new_tokens", type=int, default=48)
-    parser.add_argument("--dtype", default="auto", help="of the target, for example float32")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float16", "float32", "float64"],
+        help="of the target (default: as it was saved)",
+    )
     parser.add_argument("--device", help="default: cuda if there is one")
     arguments = parser.parse_args(argv)
     verdicts = verify_drafter(

@@ -14,7 +14,7 @@ from tiny_models import make_target
 from tiny_tokenizers import CHATML_TEMPLATE, THINKING_TEMPLATE, make_tokenizer
 
 from hf_dflash.data.completion_folder import CompletionFolder, RepliesRefused, ReplyLimits, ReplyWatch
-from hf_dflash.data.completions import generate_completions_locally, split_reasoning
+from hf_dflash.data.completions import generate_completions_locally, main, split_reasoning
 from hf_dflash.data.on_policy import PromptConversation, Reply
 
 
@@ -359,6 +359,20 @@ def test_rows_that_cannot_be_answered_are_listed(tmp_path, target_folder):
     reasons = sorted(failure["reason"] for failure in read_failures(tmp_path / "out"))
     assert reasons == ["bad_json", "duplicate_id", "missing_field", "prompt_too_long", "unknown_role"]
     assert manifest["counts"] | {"cut": 0} == {"rows": 3, "cut": 0, "empty": 0, "failed": 5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "There is no prompt in .*prompts.jsonl"),
+        ("{not json\n", "Not one of 1 prompts.*prompts.jsonl:1: .*bad_json|JSON"),
+    ],
+)
+def test_a_run_without_one_answer_is_an_error_that_says_why(tmp_path, target_folder, lines, message):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(lines)
+    with pytest.raises(ValueError, match=message):
+        main([str(prompts), str(tmp_path / "out"), "--target", str(target_folder), "--devices", "cpu"])
 
 
 def test_a_time_limit_stops_between_batches_and_the_next_run_goes_on(tmp_path, target_folder):

@@ -336,6 +336,7 @@ def test_the_prompt_set_is_what_generate_reads(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('{"id": 1}\n{"id": 2}', "is not YAML: (.|\n)*line 2"),
         ("sauces: []", "there is no 'sauces'"),
         ("sources: []", "needs sources"),
         ("sources: [{name: a, path: x}]", "source a of .* has no mapping"),

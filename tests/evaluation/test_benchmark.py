@@ -144,6 +144,16 @@ def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys
     assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, capsys):
+    make_target("qwen3_5").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w9 w10"}\n')
+    target = str(tmp_path / "target")
+    assert hf_dflash(["evaluate", "--target", target, "--drafter", target, "--prompts", str(prompts)]) == 2
+    assert f"--drafter {target} is no drafter" in capsys.readouterr().err
+
+
 def test_sampling_options_of_a_greedy_run_are_refused(tmp_path, capsys):
     arguments = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p.jsonl", "--temperature", "0.5"]
     assert hf_dflash(arguments) == 2
