@@ -7,6 +7,7 @@ The replies of a batch are those that `generate` gives one by one, up to the rou
 server and no kernel of its own here: it is for targets that one device holds with room to spare.
 """
 
+import inspect
 import multiprocessing
 import os
 import threading
@@ -140,13 +141,15 @@ def generate_replies(
     rows = torch.arange(len(prompts), device=device)
     is_finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     cache = DynamicCache(config=model.config)
+    # transformers 5.18 renamed `past_key_values` of the targets, model by model.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     num_written = 0
     while True:
         logits = model(
             input_ids=input_ids,
             attention_mask=mask[:, : longest + num_written],
             position_ids=position_ids,
-            past_key_values=cache,
+            **{cache_name: cache},
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
