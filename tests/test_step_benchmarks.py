@@ -38,6 +38,14 @@ def test_train_step(run):
     stages = run("train_step.py", "--stages", "loss", "ours", "profile")["stages"]
     assert stages["profile"]["all ms"] > 0 and len(stages["profile"]["kernels"]) == 25
     assert stages["hf_dflash, fp32"]["step_ms"] > 0 and stages["labels"]["positions"] > 0
+    assert stages["hf_dflash with FP8 head, fp32"]["step_ms"] > 0 and "loss, fp8, eager, 2^28 logits at once" in stages
+
+
+def test_fp8_head(run):
+    stages = run("fp8_head.py")["stages"]
+    error = {name: values.get("hidden states: error, %") for name, values in stages.items()}
+    assert 0 < error["gradient, FP8"] < error["gradient, FP8, label rounded too"] < 10
+    assert {f"training, {how}, seed 0" for how in ("head_fp8", "head as it is")} <= set(stages)
 
 
 def test_target_forward(run):
