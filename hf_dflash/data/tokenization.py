@@ -108,7 +108,8 @@ def tokenize_completions(
         split (`str`, *optional*, defaults to `"train"`):
             Split of a Hub dataset.
         num_workers (`int`, *optional*):
-            Processes, this one included. By default one for each core; no more than there are units of work.
+            Processes, this one included. By default one for each core; no more than there are units of work. The others import
+            the script again: with several it must call this under `if __name__ == "__main__":`.
         gates ([`~data.checks.DatasetGates`], *optional*):
             What a useful dataset must fulfil. `None` runs no gates.
         upload_to (`str`, *optional*):

@@ -2,8 +2,8 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """One unit of work of tokenizing: rows are read, rendered and tokenized, and their samples become an Arrow file.
 
-Each worker process does whole units and writes their files itself; nothing but a unit's number and its counts goes between
-processes. The files and columns are described in `tokenization.py`.
+Each worker process does whole units and writes their files itself; nothing but a unit's number and that of its samples goes
+between processes. The files and columns are described in `tokenization.py`.
 """
 
 import json

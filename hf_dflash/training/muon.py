@@ -70,8 +70,8 @@ class Muon(torch.optim.Optimizer):
     Momentum, orthogonalized; updates as large as AdamW's would be (0.2 a weight), so that both take one learning rate.
 
     The same as `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`, which computes in bf16 everywhere: a CPU
-    without bf16 instructions takes 20 times longer for that. Here a CPU computes in fp32, and a GPU takes matrices of
-    one shape together.
+    without bf16 instructions takes 20 times longer for that. Here a CPU computes in the weights' own type, and a GPU
+    takes matrices of one shape together.
 
     Args:
         params: matrices.
