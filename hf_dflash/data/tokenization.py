@@ -139,12 +139,16 @@ def tokenize_completions(
         "extra_roles": extra_roles or {},
         "eos_token_ids": eos_token_ids,
     }
-    _check_options(options)
+    _check_options(options, num_workers)
 
     with locked_folder(output_dir, "tokenizing into"):
         manifest = _start_or_resume(output_dir, sources, tokenizer, options, endpoint_url, split)
         if manifest["status"] != "finished":
-            _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disable_tqdm)
+            try:
+                _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disable_tqdm)
+            except Exception:
+                _forget_a_run_without_results(output_dir)
+                raise
             manifest = _finish(output_dir, manifest)
         _remove_leftovers(output_dir)
     _check_that_sources_are_usable(output_dir, manifest, sources)
@@ -187,7 +191,9 @@ def _load_tokenizer(target, chat_template, eos_token_ids) -> "tuple[PreTrainedTo
     return tokenizer, sorted(eos_token_ids)
 
 
-def _check_options(options: dict) -> None:
+def _check_options(options: dict, num_workers: int | None) -> None:
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}: give at least 1, or nothing for one on each core.")
     if options["max_length"] < 2:
         raise ValueError(f"max_length must be at least 2, not {options['max_length']}.")
     if options["min_supervised_tokens"] < 1:
@@ -345,6 +351,13 @@ def _add_counts(total: dict, counts: dict) -> None:
             total[name] = dict(sorted((Counter(total[name]) + Counter(value)).items()))
         else:
             total[name] += value
+
+
+def _forget_a_run_without_results(output_dir: Path) -> None:
+    """What stopped it may be an option, which the manifest would forbid to change."""
+    if not list(output_dir.glob("unit-*.json")):
+        for path in (*output_dir.glob("unit-*"), output_dir / "manifest.json"):
+            path.unlink(missing_ok=True)
 
 
 def _remove_leftovers(output_dir: Path) -> None:

@@ -207,8 +207,16 @@ def test_a_target_without_a_chat_template_is_an_error_unless_rows_need_none(toke
     bare = make_tokenizer(None)
     source = write_lines(tmp_path / "a.jsonl", [conversation(1)])
     with pytest.raises(ValueError, match="no chat template"):
-        tokenize(source, bare, tmp_path / "out")
+        tokenize(source, bare, tmp_path / "given")
+    # The same folder: nothing was made yet that a template would contradict.
     given = tokenize(source, bare, tmp_path / "given", chat_template=CHATML_TEMPLATE)
     assert given["input_ids"][:] == tokenize(source, tokenizer, tmp_path / "own")["input_ids"][:]
     tokens = write_lines(tmp_path / "b.jsonl", [{"prompt_token_ids": [5, 6], "completion_token_ids": [7, 8]}])
     assert len(tokenize(tokens, make_tokenizer(None), tmp_path / "tokens")) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, -1])
+def test_a_number_of_workers_below_one_is_refused(tokenizer, tmp_path, num_workers):
+    source = write_lines(tmp_path / "a.jsonl", [conversation(1)])
+    with pytest.raises(ValueError, match=f"num_workers is {num_workers}"):
+        tokenize(source, tokenizer, tmp_path / "out", num_workers=num_workers)
