@@ -38,6 +38,7 @@ from hf_dflash import DFlashForSpeculation, DFlashTrainer, DFlashTrainingArgumen
 from hf_dflash.atomic_files import write_json
 from hf_dflash.decoding.speculative import speculative_generate
 from hf_dflash.drafter.configuration_dflash import find_mask_token_id
+from hf_dflash.evaluation.acceptance import repeated_ngram_share
 from hf_dflash.training.checkpoint import find_last_checkpoint
 from hf_dflash.training.warm_start import initialize_from_target
 
@@ -343,6 +344,8 @@ def describe_run(trainer: DFlashTrainer, arguments, setting: str, seed: int, tok
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "target": Path(arguments.target).name,
         "rows": {"train": len(trainer.train_dataset), "heldout": len(trainer.eval_dataset)},
+        # Loops are easy to draft.
+        "repeated_4grams_of_heldout_replies": round(share_of_repeated_4grams(trainer.eval_dataset), 3),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "runs_at_once_on_the_device": arguments.jobs,
         "versions": {package: version(package) for package in PACKAGES if version(package)},
@@ -355,6 +358,14 @@ def describe_run(trainer: DFlashTrainer, arguments, setting: str, seed: int, tok
         "loss": [[entry["step"], round(entry["loss"], 4)] for entry in logged][:: max(1, len(logged) // 40)],
         "curve": curve,
     }
+
+
+def share_of_repeated_4grams(rows: RowsInMemory) -> float:
+    """Of all 4-grams of the replies, those that stood in the same reply before."""
+    replies = [row["input_ids"][row["loss_mask"]].tolist() for row in rows]
+    weights = [max(0, len(reply) - 3) for reply in replies]
+    shares = [repeated_ngram_share(reply) for reply in replies]
+    return sum(share * weight for share, weight in zip(shares, weights, strict=True)) / max(1, sum(weights))
 
 
 def write_card(trainer: DFlashTrainer, folder: Path) -> None:

@@ -203,7 +203,7 @@ def write_example_card(results: Path, folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     plot_curves(json.loads((source / "log_history.json").read_text(encoding="utf-8")), str(folder / CURVES_FILE))
-    config.save_pretrained(folder)
+    config.to_json_file(folder / "config.json")
     create_drafter_card(
         config,
         target_name=config.target_name_or_path,
