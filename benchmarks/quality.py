@@ -28,9 +28,9 @@ import time
 from pathlib import Path
 
 import torch
-import yaml
 from measuring import PACKAGES, version
 from quality_data import RowsInMemory, prompt_of, tokenize_rows, write_replies
+from quality_settings import PRIORITY, RECIPES, SETTINGS, name_of, options_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_utils import set_seed
 
@@ -44,123 +44,10 @@ from hf_dflash.training.warm_start import initialize_from_target
 
 
 HERE = Path(__file__).parent
-RECIPES = HERE.parent / "recipes"
-
-# The reference hyper-parameters of recipes/qwen36.yaml, scaled to this target.
-BASE = {
-    "num_hidden_layers": 3,
-    "block_size": 8,
-    "mask_token_id": 4,  # <reponame>, which no chat contains
-    "num_anchors": 32,
-    "anchor_ratio": 0,
-    "labels": "target",
-    "loss_type": "ce",
-    "loss_weighting": "decay",
-    "loss_gamma": 4.0,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.04,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "token_budget": 16384,
-}
-MUON = {"matrix_optimizer": "muon", "learning_rate": 5e-3}
-DPACE = {"loss_weighting": "dpace"}
-# Of `speculators` 0.9.0's training command; layers, block and the target's layers are those of BASE on both sides.
-SPECULATORS = {
-    "peer": {"loss_fn": "ce", "per_position_loss_weight": "dpace", "optimizer": "muon", "max_anchors": 512},
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0.01,
-    "sliding_window": 2048,
-    "is_causal": None,
-}
-# Of its trainer and its loss, called without options: what its command did before 0.9.
-SPECULATORS_ADAMW = {
-    **SPECULATORS,
-    "peer": {
-        "loss_fn": "kl_div",
-        "per_position_loss_weight": "fixed-exp-decay",
-        "optimizer": "adamw",
-        "max_anchors": 512,
-    },
-}
-SETTINGS = {
-    "base": {},
-    "dpace": DPACE,
-    "muon": MUON,
-    "muon_dpace": MUON | DPACE,
-    "speculators": SPECULATORS,
-    "speculators_adamw": SPECULATORS_ADAMW,
-    # In its favour: our learning rate, slots that see each other, about as many blocks as we train.
-    "speculators_tuned": {
-        **SPECULATORS,
-        "peer": {**SPECULATORS["peer"], "max_anchors": 800},
-        "learning_rate": 5e-3,
-        "sliding_window": None,
-        "is_causal": False,
-    },
-    "speculators_lr3": {**SPECULATORS, "learning_rate": 3e-3},
-    "kl": {"loss_type": "kl"},
-    "lk": {"loss_type": "lk"},
-    "data_labels": {"labels": "data"},
-    "block16": {"block_size": 16, "loss_gamma": 7.0},
-    "layers2": {"num_hidden_layers": 2},
-    "layers5": {"num_hidden_layers": 5},
-    "gamma2": {"loss_gamma": 2.0},
-    "gamma7": {"loss_gamma": 7.0},
-    "from_target": {"init_from_target": True},
-    "anchors16": {"num_anchors": 16},
-    "anchors64": {"num_anchors": 64},
-    "lr2": {"learning_rate": 2e-3},
-    "late_layers": {"target_layer_ids": [8, 15, 21, 26, 28]},
-    "late_layers_muon_dpace": MUON | DPACE | {"target_layer_ids": [8, 15, 21, 26, 28]},
-    "layers5_muon_dpace": MUON | DPACE | {"num_hidden_layers": 5},
-    "from_target_muon_dpace": MUON | DPACE | {"init_from_target": True},
-    "muon_dpace_lr10": MUON | DPACE | {"learning_rate": 1e-2},
-    "muon_dpace_lr2": MUON | DPACE | {"learning_rate": 2e-3},
-    "muon_dpace_anchors64": MUON | DPACE | {"num_anchors": 64},
-    "muon_dpace_budget8k": MUON | DPACE | {"token_budget": 8192},
-    # As many blocks, but each supervised token is as likely an anchor as any other: 32 a reply favour short replies.
-    "muon_dpace_even": MUON | DPACE | {"num_anchors": 512, "anchor_ratio": 0.25},
-    # Further ways in which speculators' recipe differs.
-    "muon_dpace_wd": MUON | DPACE | {"weight_decay": 0.1},
-    "muon_dpace_linear": MUON | DPACE | {"lr_scheduler_type": "linear", "warmup_steps": 0.01},
-    "muon_kl": MUON | {"loss_type": "kl"},
-    "muon_lk": MUON | {"loss_type": "lk"},
-}
-PRIORITY = [
-    *[("base", 0), ("speculators", 0), ("muon_dpace", 0), ("dpace", 0), ("muon", 0), ("speculators_tuned", 0)],
-    *[("speculators", 1), ("muon_dpace", 1), ("muon_dpace_even", 0), ("speculators_adamw", 0), ("base", 1)],
-    *[("layers5_muon_dpace", 0), ("from_target_muon_dpace", 0), ("late_layers_muon_dpace", 0)],
-    *[("muon_lk", 0), ("muon_kl", 0), ("data_labels", 0), ("block16", 0), ("layers2", 0), ("layers5", 0)],
-    *[("muon_dpace_anchors64", 0), ("muon_dpace_lr2", 0), ("muon_dpace_lr10", 0), ("kl", 0), ("lk", 0)],
-    *[("muon_dpace_even", 1), ("speculators_tuned", 1), ("muon_dpace_wd", 0), ("muon_dpace_linear", 0)],
-    *[("gamma7", 0), ("gamma2", 0), ("speculators_lr3", 0), ("from_target", 0), ("late_layers", 0)],
-    *[("anchors16", 0), ("anchors64", 0), ("muon_dpace_budget8k", 0), ("lr2", 0), ("base", 2)],
-    *[("muon_dpace", 2), ("speculators", 2)],
-]
 # When a curve is measured, as shares of all steps; at the last point on all replies, before on a part of them.
 POINTS = (1 / 8, 1 / 4, 1 / 2, 1)
 DRAFTER_OPTIONS = set("num_hidden_layers block_size mask_token_id target_layer_ids sliding_window is_causal".split())
 NOT_FOR_TRAINING = DRAFTER_OPTIONS | {"peer", "init_from_target", "target_dtype", "max_length"}
-
-
-def options_of(setting: str) -> dict:
-    """`recipe` is recipes/smollm2.yaml without what it says about logs and checkpoints."""
-    if setting == "recipe":
-        options = yaml.safe_load((RECIPES / "smollm2.yaml").read_text())
-        of_the_run = {"report_to", "seed", "bf16", "num_train_epochs"}
-        return {
-            name: value
-            for name, value in options.items()
-            if name not in of_the_run and not name.startswith(("logging_", "eval_", "save_"))
-        }
-    return BASE | SETTINGS[setting]
-
-
-def name_of(setting: str, seed: int, tokens: float) -> str:
-    return f"{setting}-{tokens / 1e6:g}M-seed{seed}"
 
 
 # ---- One run
