@@ -9,6 +9,7 @@
 Options come from a YAML file (`--config`) and from flags; a flag beats the file, and an unknown key is an error.
 """
 
+import difflib
 import json
 import os
 from dataclasses import dataclass, field, fields
@@ -138,7 +139,7 @@ def parse_job(argv: list[str] | None = None, *also: type, prog: str = "hf-dflash
         `(JobArguments, DFlashTrainingArguments, ...)`.
 
     Raises:
-        `ValueError`: if the file has an unknown key, naming it, or an option is unusable.
+        `ValueError`: if the file has an unknown key or a flag is unknown, naming it, or an option is unusable.
     """
     argv = list(argv if argv is not None else [])
     if "--config" in argv:
@@ -149,7 +150,24 @@ def parse_job(argv: list[str] | None = None, *also: type, prog: str = "hf-dflash
         # Of an option that is given twice the last one counts, so flags beat the file.
         argv = _flags_of_file(path) + argv[:position] + argv[position + 2 :]
     parser = HfArgumentParser((JobArguments, DFlashTrainingArguments, *also), prog=prog, allow_abbrev=False)
-    return parser.parse_args_into_dataclasses(argv)
+    *parsed, unused = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unused:
+        known = {f.name for dataclass_type in parser.dataclass_types for f in fields(dataclass_type)}
+        # Without their values, unless values are all there is.
+        names = [name for name in unused if name.startswith("-")] or unused
+        raise ValueError(f"unknown option(s) {_name_unknown(names, known)}: see `{prog} --help`.")
+    return tuple(parsed)
+
+
+def _name_unknown(names: list[str], known: set[str]) -> str:
+    """Each of them, with the option that it may be meant to be."""
+    named = []
+    for name in names:
+        option = name.removeprefix("--").partition("=")[0].replace("-", "_")
+        alike = difflib.get_close_matches(option, known, n=1)
+        prefix = "--" if name.startswith("--") else ""
+        named.append(f"{name} (did you mean {prefix}{alike[0]}?)" if alike else name)
+    return ", ".join(named)
 
 
 def _flags_of_file(path: str) -> list[str]:
@@ -160,7 +178,9 @@ def _flags_of_file(path: str) -> list[str]:
     known = {f.name for dataclass_type in (JobArguments, DFlashTrainingArguments) for f in fields(dataclass_type)}
     unknown = sorted(set(options) - known)
     if unknown:
-        raise ValueError(f"{path} has unknown option(s) {', '.join(unknown)}: see `hf-dflash train --help`.")
+        raise ValueError(
+            f"{path} has unknown option(s) {_name_unknown(unknown, known)}: see `hf-dflash train --help`."
+        )
     flags = []
     for name, value in options.items():
         if value is None:

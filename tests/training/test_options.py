@@ -58,16 +58,14 @@ def test_a_flag_beats_the_file_and_the_file_beats_the_default(job_file):
 
 
 @pytest.mark.parametrize("how", ["file", "flag"])
-def test_an_unknown_key_is_an_error_that_names_it(how, job_file, capsys):
+def test_an_unknown_key_is_an_error_that_names_it_and_the_one_that_is_meant(how, job_file):
     argv = ["--config", str(job_file)]
     if how == "file":
         job_file.write_text(job_file.read_text() + "lerning_rate: 1\n")
-        with pytest.raises(ValueError, match="lerning_rate"):
-            parse_job(argv)
     else:
-        with pytest.raises((SystemExit, ValueError)) as error:
-            parse_job([*argv, "--lerning_rate", "1"])
-        assert "lerning_rate" in str(error.value) + capsys.readouterr().err
+        argv += ["--lerning-rate", "1"]
+    with pytest.raises(ValueError, match=r"lerning.rate \(did you mean (--)?learning_rate\?\)"):
+        parse_job(argv)
 
 
 def test_a_dry_run_prints_the_resolved_run_and_the_memory_and_loads_nothing(job_file, monkeypatch):
