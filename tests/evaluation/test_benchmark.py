@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import json
+import sys
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_thinking_is_passed_to_the_template(tokenizer):
     assert with_thinking == [*without, tokenizer.convert_tokens_to_ids("think")]
 
 
-def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys):
+def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys, monkeypatch):
     target = make_target("qwen3_5")
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
@@ -141,7 +142,16 @@ def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys
     assert result["settings"]["enable_thinking"] is False
     assert (result["summary"]["num_identical"], result["summary"]["num_compared"]) == (2, 2)
     assert (tmp_path / "out" / "acceptance.md").read_text().strip() in capsys.readouterr().out
-    assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    picture = tmp_path / "out" / "acceptance.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    # Without matplotlib the figures are written all the same.
+    picture.unlink()
+    (tmp_path / "out" / "acceptance.json").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert hf_dflash(arguments) == 0
+    assert "need matplotlib" in capsys.readouterr().err
+    assert (tmp_path / "out" / "acceptance.json").exists() and not picture.exists()
 
 
 def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, capsys):
