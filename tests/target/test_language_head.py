@@ -52,7 +52,7 @@ def models():
         yield pytest.param(make, id=name)
 
 
-@pytest.mark.parametrize("make", models())
+@pytest.mark.parametrize("make", list(models()))
 @torch.no_grad()
 def test_logits_and_predictions_are_those_of_the_model(make):
     model = make()
