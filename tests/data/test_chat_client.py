@@ -37,7 +37,11 @@ def read_lines(*files):
 
 
 def count_lines(folder):
-    return sum(file.read_bytes().count(b"\n") for file in [*folder.glob("completions-*")])
+    while True:
+        try:
+            return sum(file.read_bytes().count(b"\n") for file in [*folder.glob("completions-*")])
+        except FileNotFoundError:
+            continue  # a shard has just been given its final name
 
 
 @pytest.fixture(scope="module")
