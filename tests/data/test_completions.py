@@ -34,7 +34,12 @@ def read_completions(folder):
 
 def count_answered(folder):
     """Of a folder that is being written."""
-    return sum(file.read_bytes().count(b"\n") for file in [*folder.glob("*.jsonl"), *folder.glob("*.jsonl.partial")])
+    while True:
+        files = [*folder.glob("*.jsonl"), *folder.glob("*.jsonl.partial")]
+        try:
+            return sum(file.read_bytes().count(b"\n") for file in files)
+        except FileNotFoundError:
+            continue  # a shard has just been given its final name
 
 
 def read_failures(folder):
