@@ -7,7 +7,6 @@ The replies of a batch are those that `generate` gives one by one, up to the rou
 server and no kernel of its own here: it is for targets that one device holds with room to spare.
 """
 
-import inspect
 import multiprocessing
 import os
 import threading
@@ -124,6 +123,8 @@ def generate_replies(
     """
     from transformers import DynamicCache
 
+    from ..decoding.target_cache import name_of_cache
+
     device = model.device
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
@@ -141,8 +142,7 @@ def generate_replies(
     rows = torch.arange(len(prompts), device=device)
     is_finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     cache = DynamicCache(config=model.config)
-    # transformers 5.18 renamed `past_key_values` of the targets, model by model.
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache_name = name_of_cache(model)
     num_written = 0
     while True:
         logits = model(

@@ -13,7 +13,6 @@ each of them means here what it means there.
 This file is shipped beside a drafter's `custom_generate/generate.py`: it imports torch, transformers and its siblings only.
 """
 
-import inspect
 import time
 from dataclasses import dataclass, field
 
@@ -33,7 +32,7 @@ from .adaptive_block import AdaptiveBlockLength
 from .draft_tree import DraftTree
 from .feature_capture import FeatureCapture
 from .graphed_pass import GraphedPass
-from .target_cache import RollbackCache, upload
+from .target_cache import RollbackCache, name_of_cache, upload
 from .token_selection import choose_tokens, is_prefix_free, process_logits, verify_drafts
 
 
@@ -227,8 +226,7 @@ class _SpeculativeLoop:
         if generation_config.num_beams > 1:
             raise ValueError("Speculative decoding follows one continuation of a prompt: `num_beams` must be 1.")
         self.target, self.logits_processor = target, logits_processor
-        # transformers 5.18 renamed `past_key_values` of the targets, model by model.
-        self.cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
+        self.cache_name = name_of_cache(target)
         self.do_sample = generation_config.do_sample
         self.sample_drafts = self.sample_drafts and self.do_sample
         # End tokens and lengths are checked on the host, without asking the device at every token.

@@ -12,6 +12,8 @@ recurrent layers and sliding windows read positions off the order of keys.
 This file is shipped beside a drafter's `custom_generate/generate.py`: it imports torch, transformers and its siblings only.
 """
 
+import inspect
+
 import torch
 from transformers.cache_utils import (
     Cache,
@@ -137,6 +139,11 @@ class RollbackCache:
     def next_positions(self, num_new: int, device: torch.device) -> torch.Tensor:
         """Positions, `[B, num_new]`, of the tokens that a forward adds."""
         return upload(torch.tensor(self.row_lengths)[:, None] + torch.arange(num_new), device)
+
+
+def name_of_cache(model) -> str:
+    """The argument of `model` that takes its cache: transformers 5.18 renamed `past_key_values`, model by model."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def upload(values: torch.Tensor | list[int], device: torch.device) -> torch.Tensor:
