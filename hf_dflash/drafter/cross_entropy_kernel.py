@@ -17,6 +17,8 @@ import triton.language as tl
 from .fp8_head import Fp8Gradient
 
 
+# Logits that a program reads at once, and its warps.
+_BLOCK, _NUM_WARPS = 8192, 16
 _LARGEST_FP8 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
@@ -103,9 +105,6 @@ def cross_entropy_in_place(
     scale: float = 1.0,
     softcap: float | None = None,
     write_gradient: bool = True,
-    *,
-    block: int = 8192,
-    num_warps: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and predictions of some slots; their logits become the gradient by the projected hidden states.
 
@@ -114,12 +113,11 @@ def cross_entropy_in_place(
         labels (`torch.Tensor` of shape `[R]`, int64): tokens of the vocabulary.
         scale (`float`, *optional*, defaults to 1.0), softcap (`float`, *optional*): of the head.
         write_gradient (`bool`, *optional*, defaults to `True`): whether `projected` is overwritten.
-        block (`int`, *optional*, defaults to 8192), num_warps (`int`, *optional*, defaults to 16): of the kernel.
 
     Returns:
         `(losses, predictions)`: `[R]` in fp32, and `[R]` in int64, the lowest of equally likely tokens.
     """
-    return _launch(projected, labels, scale, softcap, write_gradient, None, block, num_warps)
+    return _launch(projected, labels, scale, softcap, write_gradient, None)
 
 
 def cross_entropy_to_fp8(
@@ -128,9 +126,6 @@ def cross_entropy_to_fp8(
     scale: float = 1.0,
     softcap: float | None = None,
     write_gradient: bool = True,
-    *,
-    block: int = 8192,
-    num_warps: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor, Fp8Gradient | None]:
     """Losses, predictions and the gradient of some slots, see [`cross_entropy_in_place`]; `projected` stays as it is.
 
@@ -138,11 +133,11 @@ def cross_entropy_to_fp8(
         `(losses, predictions, gradient)`: the gradient as [`Fp8Head`] takes it, if it is asked for.
     """
     gradient = Fp8Gradient.empty(labels, projected.shape[1]) if write_gradient else None
-    losses, predictions = _launch(projected, labels, scale, softcap, write_gradient, gradient, block, num_warps)
+    losses, predictions = _launch(projected, labels, scale, softcap, write_gradient, gradient)
     return losses, predictions, gradient
 
 
-def _launch(projected, labels, scale, softcap, write_gradient, fp8_gradient, block, num_warps):
+def _launch(projected, labels, scale, softcap, write_gradient, fp8_gradient):
     rows, vocab_size = projected.shape
     losses = torch.empty(rows, device=projected.device, dtype=torch.float32)
     predictions = torch.empty(rows, device=projected.device, dtype=torch.long)
@@ -165,7 +160,7 @@ def _launch(projected, labels, scale, softcap, write_gradient, fp8_gradient, blo
             HAS_SOFTCAP=softcap is not None,
             WRITE_GRADIENT=write_gradient,
             IN_FP8=fp8_gradient is not None,
-            BLOCK=min(block, triton.next_power_of_2(vocab_size)),
-            num_warps=num_warps,
+            BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
+            num_warps=_NUM_WARPS,
         )
     return losses, predictions
