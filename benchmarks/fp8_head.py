@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 from measuring import Report
-from quality_data import RowsInMemory, tokenize_rows
+from quality_data import RowsInMemory, pick_evenly, tokenize_rows
+from quality_settings import RECIPES
 from transformers import AutoConfig, AutoTokenizer
 from transformers.trainer_utils import set_seed
 
@@ -32,7 +33,6 @@ from hf_dflash.target.fp8 import round_to_fp8
 from hf_dflash.target.language_head import LanguageHead
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 POCKET_DRAFTER = {"num_hidden_layers": 2, "block_size": 6, "num_target_features": 3}
 POCKET_TRAINING = {
     "num_anchors": 16,
@@ -164,11 +164,6 @@ def make_trainer(drafter, target: str, rows: RowsInMemory, folder: str, heldout=
     return DFlashTrainer(drafter, frozen, args, train_dataset=rows, eval_dataset=heldout)
 
 
-def thin_out(rows: RowsInMemory, number: int) -> RowsInMemory:
-    """So many rows, spread evenly."""
-    return RowsInMemory(list(rows)[:: max(1, len(rows) // number)][:number])
-
-
 # ---- Trainings
 
 
@@ -186,7 +181,7 @@ def train(arguments, rows: dict[str, RowsInMemory], target: str, seed: int, head
             target,
             rows["train"],
             folder,
-            thin_out(rows["heldout"], arguments.eval_rows),
+            RowsInMemory(pick_evenly(rows["heldout"], arguments.eval_rows)),
             seed=seed,
             max_steps=arguments.steps,
             head_fp8=head_fp8,
@@ -259,7 +254,7 @@ def measure_gradients(args, report: Report, folder: str) -> None:
         drafter = DFlashForSpeculation.from_pretrained(args.drafter, dtype=torch.float32)
     trainer = make_trainer(drafter, args.target, rows["train"], folder, num_anchors=24)
     trainer.model.eval()
-    gradients = Gradients(trainer, list(thin_out(rows["heldout"], args.rows)))
+    gradients = Gradients(trainer, pick_evenly(rows["heldout"], args.rows))
     report.run("blocks", gradients.describe)
     for way in WAYS:
         report.run(f"gradient, {way}", lambda w=way: gradients.compare(w))

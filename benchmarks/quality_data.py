@@ -44,6 +44,11 @@ def make_row(input_ids, loss_mask, row_id: int) -> dict:
     }
 
 
+def pick_evenly(items: list, number: int) -> list:
+    """So many of them, spread evenly."""
+    return items[:: max(1, len(items) // number)][:number]
+
+
 def prompt_of(row: dict) -> np.ndarray:
     """The ids before the reply."""
     return row["input_ids"][: int(row["loss_mask"].argmax())]
@@ -110,7 +115,7 @@ def write_replies(
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
         prompts = [("heldout", prompt_of(row).tolist()) for row in heldout]
         # Spread over the file, whose rows are sorted by source.
-        prompts = prompts[:: max(1, len(prompts) // num_heldout)][:num_heldout]
+        prompts = pick_evenly(prompts, num_heldout)
         for path in prompt_files:
             name = path.stem.removeprefix("prompts_eval_")
             prompts += [
