@@ -463,8 +463,9 @@ def setting_and_seed(text: str) -> tuple[str, int]:
     return setting, int(seed or 0)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Options of the runs, for this script and others that make them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder of SmolLM2-135M-Instruct, see recipes/smollm2/build_smollm2.py")
     parser.add_argument("--target-hub-id", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--completions", type=Path, default=RECIPES / "smollm2" / "completions.jsonl.gz")
@@ -495,6 +496,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--report", type=Path, help="write table and curves of all results into this Markdown file")
     parser.add_argument("--example-card", type=Path, help="write the card of the recipe's drafter into this folder")
     parser.add_argument("--tiny", action="store_true", help="a random target and few rows, for a CPU")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser(__doc__)
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
 

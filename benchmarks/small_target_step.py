@@ -9,11 +9,9 @@ The runs of benchmarks/quality.py (its settings, rows and trainer). Prints the t
 time, and PyTorch's profile by device time and by host time.
 """
 
-import argparse
 import cProfile
 import pstats
 import time
-from pathlib import Path
 
 import quality
 import torch
@@ -68,42 +66,20 @@ class Watch(TrainerCallback):
 
 
 def main(argv: list[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="folder of the target")
-    parser.add_argument("--completions", type=Path, default=quality.RECIPES / "smollm2" / "completions.jsonl.gz")
-    parser.add_argument("--work", type=Path, default=Path("quality_work"), help="as for quality.py")
-    parser.add_argument("--setting", default="muon_dpace", choices=[*quality.SETTINGS, "recipe"])
-    parser.add_argument("--attention", default="dense", choices=["dense", "flex", "auto"])
-    parser.add_argument("--compile", default="off", choices=["off", "on", "auto"])
+    parser = quality.make_parser(__doc__)
+    parser.set_defaults(setting=("muon_dpace", 0))
     parser.add_argument("--steps", type=int, default=30, help="timed ones")
-    parser.add_argument("--tiny", action="store_true", help="a random target and few rows, for a CPU")
     arguments = parser.parse_args(argv)
-    quality_options = {
-        "target_hub_id": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "prompts": [],
-        "results": arguments.work / "results",
-        "max_length": 1024,
-        "max_new_tokens": 192,
-        "heldout_rows": 200,
-        "rows_at_points": 24,
-        "jobs": 1,
-        "tokens": 6e6,
-        "decode_tokens": 8,
-    }
-    arguments = argparse.Namespace(**vars(arguments), **quality_options)
-    windows = (20, arguments.steps, 10, 5)
+    windows, tokens = (20, arguments.steps, 10, 5), 2e6
     if arguments.tiny:
         make_tiny(arguments)
-        windows = (1, 1, 1, 1)
+        windows, tokens = (1, 1, 1, 1), 1e4
     elif arguments.target is None:
         parser.error("--target is needed")
-    device = quality.device_of(arguments)
-    name = f"{arguments.setting}, {arguments.attention} attention, compiled layers {arguments.compile}"
+    device, setting = quality.device_of(arguments), arguments.setting[0]
+    name = f"{setting}, {arguments.attention} attention, compiled layers {arguments.compile}"
     watch = Watch(name, torch.device(device), *windows)
-    tokens = 1e4 if arguments.tiny else 2e6
-    trainer = quality.make_trainer(
-        arguments, arguments.setting, 0, tokens, arguments.work / "profile", device, [watch]
-    )
+    trainer = quality.make_trainer(arguments, setting, 0, tokens, arguments.work / "profile", device, [watch])
     trainer.train()
     watch.print_profiles()
     return watch.milliseconds
