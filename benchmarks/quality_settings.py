@@ -64,6 +64,7 @@ SETTINGS = {
         "is_causal": False,
     },
     "speculators_lr3": {**SPECULATORS, "learning_rate": 3e-3},
+    "speculators_budget8k": {**SPECULATORS, "token_budget": 8192},
     # AdamW with more of a learning rate, so that Muon is not compared with an untuned one.
     "dpace_lr3": DPACE | {"learning_rate": 3e-3},
     "dpace_lr6": DPACE | {"learning_rate": 6e-3},
@@ -103,6 +104,7 @@ PRIORITY = [
     *[("muon_lk", 0), ("from_target_muon_dpace", 0), ("late_layers_muon_dpace", 0), ("muon_dpace_data", 0)],
     *[("dpace_lr3", 0), ("muon_gamma7", 0), ("muon_gamma2", 0), ("muon_dpace_causal", 0), ("dpace_lr6", 0)],
     *[("speculators_adamw", 0), ("speculators_lr3", 0), ("muon_dpace", 2), ("speculators", 2), ("base", 1)],
+    *[("muon_dpace_linear", 1), ("muon_dpace_budget8k", 1), ("speculators_budget8k", 0)],
     *[("speculators_tuned", 2), ("muon_dpace_even", 2), ("muon", 1), ("dpace", 1)],
 ]
 

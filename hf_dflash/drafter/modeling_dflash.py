@@ -102,7 +102,10 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 # Flex attention checks bounds at each load unless lengths are known to be multiples of its tiles, which it does not find out
 # of dynamic ones. Not `ROWS_GUARANTEED_SAFE`: each slot sees a key, but not in the first tile that its row of tiles reads, and
 # that is what flex attention means by it; elsewhere it makes NaN.
-FILLED_TILES = {"IS_DIVISIBLE": True}
+#
+# Fewer than 128 slots would go to the kernels of decoding, and none of them takes such a mask.
+ANY_TILES = {"FORCE_USE_FLEX_ATTENTION": True}
+FILLED_TILES = {**ANY_TILES, "IS_DIVISIBLE": True}
 
 
 @lru_cache(maxsize=1)
@@ -174,9 +177,8 @@ class DFlashAttention(nn.Module):
             # backward: training there uses dense masks.
             is_compiled = queries.is_cuda and not torch.compiler.is_dynamo_compiling()
             flex = _compiled_flex_attention() if is_compiled else flex_attention
-            options = None
-            if queries.is_cuda and self.is_padded_to_tiles and q_len % 128 == 0 and keys.shape[2] % 128 == 0:
-                options = FILLED_TILES
+            are_filled = self.is_padded_to_tiles and q_len % 128 == 0 and keys.shape[2] % 128 == 0
+            options = (FILLED_TILES if are_filled else ANY_TILES) if queries.is_cuda else None
             out = flex(queries, keys, values, block_mask=attention_mask, enable_gqa=True, kernel_options=options)
         return self.o_proj(out.transpose(1, 2).reshape(batch, q_len, -1))
 

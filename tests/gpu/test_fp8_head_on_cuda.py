@@ -55,7 +55,7 @@ def test_loss_and_gradient_are_those_of_a_cpu_within_half_of_what_fp8_changes(ki
 
     def run(head, implementation):
         device = head.weight.device
-        own = states.to(device).requires_grad_()
+        own = states.detach().clone().to(device).requires_grad_()
         loss, correct = compute_dflash_loss(
             own,
             head,
