@@ -28,10 +28,10 @@ HEADS = {
 }
 
 
-def make_head(device="cuda", bias=False, vocabulary=VOCABULARY, **options) -> LanguageHead:
+def make_head(device="cuda", bias=False, vocabulary=VOCABULARY, dtype=torch.bfloat16, **options) -> LanguageHead:
     generator = torch.Generator().manual_seed(0)
-    weight = (0.1 * torch.randn(vocabulary, HIDDEN, generator=generator)).bfloat16()
-    bias = torch.randn(vocabulary, generator=generator).bfloat16() if bias else None
+    weight = (0.1 * torch.randn(vocabulary, HIDDEN, generator=generator)).bfloat16().to(dtype)
+    bias = torch.randn(vocabulary, generator=generator).bfloat16().to(dtype) if bias else None
     return LanguageHead(weight, bias, **options).to(torch.device(device))
 
 
@@ -42,20 +42,24 @@ def relative_error(tensor, reference) -> float:
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("implementation", ["triton", "eager", "compiled"])
-def test_loss_and_gradient_are_those_of_a_cpu_within_half_of_what_fp8_changes(kind, implementation):
-    """Sums in another order, and with fewer bits in the tensor cores, move some logits to the next number of bf16."""
+def test_loss_and_gradient_are_as_near_to_exact_ones_as_those_of_a_cpu(kind, implementation):
+    """
+    Sums in another order, and with fewer bits in the tensor cores, move some logits to the next number of bf16. Only plain
+    PyTorch rounds the gradient to bf16 before it does to FP8, so that others may be nearer.
+    """
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(40, 7, HIDDEN, generator=generator).bfloat16()
-    exact = make_head("cpu", **HEADS[kind])
+    head = make_head("cpu", **HEADS[kind])
+    exact = make_head("cpu", dtype=torch.float64, **HEADS[kind])
     labels = torch.randint(0, VOCABULARY, (40, 7), generator=generator)
     labels[0, 0], labels[0, 1] = 0, VOCABULARY - 1
     # Where the drafter is right, the label's exact row of the head is no longer most of the gradient.
-    labels[10:] = exact.logits(states[10:]).argmax(-1)
+    labels[10:] = head.logits(states[10:]).argmax(-1)
     supervised = torch.rand(40, 7, generator=generator) < 0.8
 
     def run(head, implementation):
         device = head.weight.device
-        own = states.detach().clone().to(device).requires_grad_()
+        own = states.to(device, torch.promote_types(states.dtype, head.weight.dtype), copy=True).requires_grad_()
         loss, correct = compute_dflash_loss(
             own,
             head,
@@ -67,10 +71,11 @@ def test_loss_and_gradient_are_those_of_a_cpu_within_half_of_what_fp8_changes(ki
         loss.backward()
         return loss.detach().cpu(), own.grad.cpu(), correct.cpu()
 
-    plain, expected = run(exact, "eager"), run(Fp8Head.from_head(exact), "eager")
+    expected = run(Fp8Head.from_head(head), "eager")
     result = run(Fp8Head.from_head(make_head("cuda", **HEADS[kind])), implementation)
     torch.testing.assert_close(result[0], expected[0], rtol=5e-3, atol=0)
-    assert relative_error(result[1], expected[1]) < 0.5 * relative_error(plain[1], expected[1])
+    _, gradient, _ = run(exact, "eager")
+    assert relative_error(result[1], gradient) < 1.1 * relative_error(expected[1], gradient)
     assert (result[2] == expected[2]).float().mean() > 0.98
 
 
@@ -90,7 +95,9 @@ def test_the_kernel_rounds_as_plain_pytorch_does(kind, vocabulary):
     assert torch.equal(projected, kept), "the gradient has a matrix of its own"
     assert (gradient.values.float().gather(1, labels[:, None]) == 0).all()
     without = cross_entropy_to_fp8(projected, labels, head.scale, head.softcap, write_gradient=False)
-    assert torch.equal(without[0], losses) and torch.equal(without[1], tokens) and without[2] is None
+    # Kernels that do not look for what the gradient needs may sum in another order.
+    torch.testing.assert_close(without[0], losses, rtol=1e-6, atol=0)
+    assert torch.equal(without[1], tokens) and without[2] is None
 
     expected = _score(head, projected.clone(), labels, "ce", None, True)[2]
     # Plain PyTorch rounds to bf16 first.
@@ -99,7 +106,8 @@ def test_the_kernel_rounds_as_plain_pytorch_does(kind, vocabulary):
     # Two roundings of the same numbers; with a soft-cap their scales differ.
     assert relative_error(rounded, whole) < (0.02 if head.softcap is None else 0.06)
     exact = cross_entropy_in_place(kept, labels, head.scale, head.softcap)
-    assert torch.equal(exact[0], losses) and torch.equal(exact[1], tokens)
+    torch.testing.assert_close(exact[0], losses, rtol=1e-6, atol=0)
+    assert torch.equal(exact[1], tokens)
     kept.scatter_(1, labels[:, None], 0.0)
     assert relative_error(rounded, kept.float()) < 0.04
 
