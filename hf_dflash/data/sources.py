@@ -296,6 +296,21 @@ def read_rows(source: Source, part: Part, *, endpoint_url: str | None = None) ->
             number += 1
 
 
+def read_all_rows(sources: list[Source], *, endpoint_url: str | None = None) -> Iterator[tuple[str, bytes | dict]]:
+    """
+    Reads the rows of all sources in order, without the blank lines.
+
+    Yields:
+        `tuple[str, bytes | dict]`: where the row is, as `uri:line`, and the row as of [`read_rows`].
+    """
+    for parts in cut_into_units(sources):
+        for part in parts:
+            source = sources[part.source]
+            for line, content in read_rows(source, part, endpoint_url=endpoint_url):
+                if not isinstance(content, bytes) or content.strip():
+                    yield f"{source.uri}:{line}", content
+
+
 def _open(uri: str, endpoint_url: str | None) -> IO[bytes]:
     if is_object_uri(uri):
         file = tempfile.TemporaryFile()

@@ -2,33 +2,13 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import json
 import random
-from pathlib import Path
 
 import pytest
+from mixture_examples import CASES, FILLER, user, write_mixture
 
-from hf_dflash.data.conversations import RowSkipped
-from hf_dflash.data.mixture import (
-    EvaluationOverlap,
-    NearDuplicates,
-    PromptFilters,
-    _words_of,
-    build_mixture,
-    format_report,
-    load_mixture,
-    main,
-    map_row,
-)
+from hf_dflash.data.mixture import build_mixture, format_report, main
 from hf_dflash.data.on_policy import PromptConversation
-
-
-RECIPE = Path(__file__).parents[2] / "recipes" / "mixtures" / "qwen36.yaml"
-FILLER = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon".split()
-)
-
-
-def user(text):
-    return {"role": "user", "content": text}
+from hf_dflash.data.prompt_overlap import words_of
 
 
 def write_jsonl(path, rows):
@@ -39,222 +19,6 @@ def write_jsonl(path, rows):
 
 def read_jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_mixture(tmp_path, text):
-    path = tmp_path / "mixture.yaml"
-    path.write_text(f"output: {tmp_path}/out\n{text.replace('TMP', str(tmp_path))}")
-    return load_mixture(path)
-
-
-# ---- the reference mixture: rows of our own in each set's schema
-
-GLAIVE_FUNCTION = {
-    "name": "get_tide",
-    "description": "Height of the tide",
-    "parameters": {"type": "object", "properties": {"port": {"type": "string"}}},
-}
-GLAIVE_SYSTEM = (
-    "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
-    + json.dumps(GLAIVE_FUNCTION, indent=4)
-    + "\n"
-)
-GLAIVE_CHAT = (
-    "USER: How high is the water in Brest?\n\n\n"
-    'ASSISTANT: <functioncall> {"name": "get_tide", "arguments": \'{"port": "Brest"}\'} <|endoftext|>\n\n\n'
-    'FUNCTION RESPONSE: {"height": 3.1}\n\n\n'
-    "ASSISTANT: It is 3.1 metres. <|endoftext|>\n\n\n"
-    "USER: Thanks!\n\n\nASSISTANT: You are welcome. <|endoftext|>\n"
-)
-GLAIVE_CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "get_tide", "arguments": {}}}]}  # fmt: skip
-
-CASES = {
-    "glaive-function-calling-v2": (
-        {"system": GLAIVE_SYSTEM, "chat": GLAIVE_CHAT},
-        [
-            user("How high is the water in Brest?"),
-            GLAIVE_CALL,
-            {"role": "tool", "content": '{"height": 3.1}'},
-            {"role": "assistant", "content": ""},
-            user("Thanks!"),
-        ],
-        [{"type": "function", "function": GLAIVE_FUNCTION}],
-    ),
-    "evol-codealpaca": (
-        {"instruction": "Sort a list in Rust.", "output": "v.sort();"},
-        [user("Sort a list in Rust.")],
-        None,
-    ),
-    "magicoder-oss-instruct": (
-        {
-            "lang": "python",
-            "raw_index": 3,
-            "index": 7,
-            "seed": "def f(x):",
-            "openai_fingerprint": "fp",
-            "problem": "Write f.",
-            "solution": "pass",
-        },
-        [user("Write f.")],
-        None,
-    ),
-    "magicoder-evol-instruct": (
-        {"instruction": "Explain recursion.", "response": "See recursion."},
-        [user("Explain recursion.")],
-        None,
-    ),
-    "agentic-coding-trajectories": (
-        {
-            "session_id": "made-up::1",
-            "source_dataset": "made-up",
-            "source_id": "1",
-            "agent_framework": "swe-agent",
-            "recorded_model": "unknown",
-            "messages_json": json.dumps(
-                [
-                    {"role": "system", "content": "You can use a shell."},
-                    user("Fix the failing test."),
-                    {"role": "assistant", "content": "ls"},
-                    user("OBSERVATION: setup.py"),
-                ]
-            ),
-            "n_turns": 1,
-            "max_isl": 40,
-            "total_tokens": 41,
-            "ground_truth_meta_json": "{}",
-        },
-        [{"role": "system", "content": "You can use a shell."}, user("Fix the failing test.")],
-        None,
-    ),
-    "qwen3.5-tool-calling-v2": (
-        {
-            "messages": [
-                {"role": "system", "content": "You have these functions: {}"},
-                user("Find a lamp."),
-                {"role": "assistant", "content": '{"name": "search"}'},
-                user("FUNCTION RESPONSE: []"),
-                {"role": "assistant", "content": "There is none."},
-            ]
-        },
-        [
-            {"role": "system", "content": "You have these functions: {}"},
-            user("Find a lamp."),
-            {"role": "assistant", "content": ""},
-            user("FUNCTION RESPONSE: []"),
-        ],
-        None,
-    ),
-    "openorca": (
-        {"id": "flan.1", "system_prompt": "Think aloud.", "question": "Is ice cold?", "response": "Yes."},
-        [{"role": "system", "content": "Think aloud."}, user("Is ice cold?")],
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_reference_mixture_reads_each_set(name):
-    (source,) = (source for source in load_mixture(RECIPE).sources if source.name == name)
-    row, messages, tools = CASES[name]
-    assert map_row(row, source.mapping) == (messages, tools)
-
-
-def test_every_source_of_the_reference_mixture_has_a_case_and_a_licence():
-    sources = load_mixture(RECIPE).sources
-    assert {source.name for source in sources} == CASES.keys()
-    assert all(source.license for source in sources)
-
-
-def test_a_mapped_tool_conversation_goes_on_when_the_target_calls_the_same_tool():
-    row, _, _ = CASES["glaive-function-calling-v2"]
-    messages, tools = map_row(row, {"system": "system", "transcript": "chat"})
-    from hf_dflash.data.on_policy import Reply
-
-    conversation = PromptConversation({"messages": messages, "tools": tools})
-    call = {"id": "c", "type": "function", "function": {"name": "get_tide", "arguments": '{"port": "Brest"}'}}
-    conversation.add(Reply("", tool_calls=[call], finish_reason="tool_calls"))
-    assert conversation.messages[-1]["role"] == "tool"
-
-
-@pytest.mark.parametrize(
-    ("row", "mapping", "reason"),
-    [
-        ({"q": 5}, {"prompt": "q"}, "wrong_type"),
-        ({"other": "x"}, {"prompt": "q"}, "missing_field"),
-        ({"q": "  "}, {"prompt": "q"}, "missing_field"),
-        ({"m": "[broken"}, {"messages": "m"}, "bad_json"),
-        ({"m": [{"role": "wizard", "content": "x"}]}, {"messages": "m"}, "unknown_role"),
-        ({"s": "SYSTEM: use {broken", "c": "USER: hi"}, {"system": "s", "transcript": "c"}, "bad_json"),
-        ({"c": "no turns here"}, {"transcript": "c"}, "missing_field"),
-    ],
-)
-def test_a_row_that_does_not_fit_is_counted_by_reason(row, mapping, reason):
-    with pytest.raises(RowSkipped) as skipped:
-        map_row(row, mapping)
-    assert skipped.value.reason == reason
-
-
-# ---- what is removed
-
-
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        ({"min_characters": 41}, "too_short"),
-        ({"max_characters": 42}, "too_long"),
-        ({"max_turns": 1}, "too_many_turns"),
-        ({"languages": ["de", "fr"]}, "other_language"),
-        ({"min_characters": 40, "max_characters": 43, "max_turns": 2, "languages": ["en"]}, None),
-    ],
-)
-def test_filters(filters, expected):
-    messages = [
-        {"role": "system", "content": "sys"},
-        user("How are you today?"),
-        {"role": "assistant", "content": ""},
-        user("And what is the time?!"),
-    ]
-    assert PromptFilters(**filters).reason_against(messages) == expected
-
-
-def jaccard(first, second, length=5):
-    def grams(words):
-        return {tuple(words[start : start + length]) for start in range(len(words) - length + 1)}
-
-    return len(grams(first) & grams(second)) / len(grams(first) | grams(second))
-
-
-def test_near_duplicates_are_those_of_brute_force_away_from_the_border():
-    draw = random.Random(0)
-    texts = [[draw.choice(FILLER) for _ in range(120)] for _ in range(60)]
-    for text in texts[:60]:
-        changed = list(text)
-        for _ in range(draw.choice([0, 1, 1, 4, 8, 20])):
-            changed[draw.randrange(120)] = f"new{draw.randrange(1000)}"
-        texts.append(changed)
-    known, kept = NearDuplicates(similarity=0.7), []
-    compared = {True: 0, False: 0}
-    for text in texts:
-        highest = max((jaccard(text, other) for other in kept), default=0.0)
-        is_new = known.add_unless_known(text)
-        if not 0.5 < highest < 0.86:
-            assert is_new == (highest < 0.7), highest
-            compared[is_new] += 1
-        if is_new:
-            kept.append(text)
-    assert min(compared.values()) > 15
-
-
-def test_overlap_with_evaluation_prompts_is_ten_words_in_a_row():
-    evaluation = [FILLER[:15], ["what", "is", "two", "plus", "two"], ["too", "short"]]
-    overlap = EvaluationOverlap(evaluation, words=10)
-    assert ["x", *FILLER[3:13], "y"] in overlap
-    assert ["x", *FILLER[3:12], "y"] not in overlap
-    assert ["hello", "what", "is", "two", "plus", "two"] in overlap
-    assert ["too", "short"] not in overlap
-
-
-# ---- the whole
 
 
 def prompts(texts):
@@ -330,25 +94,7 @@ def test_the_prompt_set_is_what_generate_reads(tmp_path, capsys):
     (row,) = read_jsonl(tmp_path / "out" / "prompts.jsonl")
     conversation = PromptConversation(row)
     assert conversation.id == row["id"].strip() and conversation.tools == row["tools"]
-    assert _words_of(conversation.messages) == "how high is the water in brest".split()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"id": 1}\n{"id": 2}', "is not YAML: (.|\n)*line 2"),
-        ("sauces: []", "there is no 'sauces'"),
-        ("sources: []", "needs sources"),
-        ("sources: [{name: a, path: x}]", "source a of .* has no mapping"),
-        ("sources: [{name: a, path: x, mapping: {promt: y}}]", "has 'promt'"),
-        ("sources: [{name: a, path: x, mapping: {prompt: y}, weight: 1}]", "both or neither"),
-        ("sources: [{name: a, path: x, mapping: {prompt: y}, rows: 1, filters: {min: 1}}]", "there is no 'min'"),
-        ("sources: [{name: a, path: x, mapping: {prompt: y, messages: z}}]", "one of prompt, messages"),
-    ],
-)
-def test_a_mistake_in_the_file_is_named(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        write_mixture(tmp_path, text)
+    assert words_of(conversation.messages) == "how high is the water in brest".split()
 
 
 def test_a_mapping_that_fits_no_row_is_an_error_that_shows_one(tmp_path):
