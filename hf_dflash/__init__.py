@@ -23,7 +23,7 @@ AutoModel.register(DFlashConfig, DFlashForSpeculation, exist_ok=True)
 # Public names and where they live, in the order in which the data walks through them.
 _LAZY_NAMES = {
     "tokenize_completions": "data.tokenization",
-    "load_dataset_report": "data.checks",
+    "load_dataset_report": "data.dataset_report",
     "HookCapture": "target.hook_capture",
     "FrozenTarget": "target.frozen_target",
     "TargetFeatures": "target.frozen_target",
@@ -38,7 +38,7 @@ _LAZY_NAMES = {
 }
 
 if TYPE_CHECKING:
-    from .data.checks import load_dataset_report
+    from .data.dataset_report import load_dataset_report
     from .data.tokenization import tokenize_completions
     from .decoding.speculative import SpeculativeOutput, speculative_generate
     from .drafter.blocks import create_anchor_block_mask_mod, select_anchors

@@ -20,7 +20,7 @@ COMMANDS = {
     "mix": ("hf_dflash.data.mixture", "main", "several prompt sources -> one prompt set"),
     "generate": ("hf_dflash.data.completions", "main", "the target writes the completions"),
     "tokenize": ("hf_dflash.data.tokenization", "main", "completions (JSONL) -> loss-masked tokens"),
-    "check": ("hf_dflash.data.checks", "main", "report on a tokenized dataset, and refuse a useless one"),
+    "check": ("hf_dflash.data.check_command", "main", "report on a tokenized dataset, and refuse a useless one"),
     "plan": ("hf_dflash.training.plan", "main", "devices, memory and balance of a training run, before it loads"),
     "train": ("hf_dflash.training.run", "main", "train a drafter"),
     "monitor": ("hf_dflash.monitor.server", "main", "the live page of a training run"),

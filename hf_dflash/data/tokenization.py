@@ -43,8 +43,9 @@ from hf_dflash.object_store import ObjectStore
 
 from ..command_line import CommandParser
 from . import conversations
-from .checks import DatasetGates, DatasetRefused, describe_counts, run_gates
 from .conversations import ROLES
+from .dataset_gates import DatasetGates, DatasetRefused, run_gates
+from .report_rendering import describe_counts
 from .sources import Part, Source, cut_into_units, digest_of, list_sources, size_of
 from .unit_tokenization import dataset_features, new_counts, unit_path
 from .unit_workers import process_units
@@ -110,7 +111,7 @@ def tokenize_completions(
         num_workers (`int`, *optional*):
             Processes, this one included. By default one for each core; no more than there are units of work. The others import
             the script again: with several it must call this under `if __name__ == "__main__":`.
-        gates ([`~data.checks.DatasetGates`], *optional*):
+        gates ([`~data.dataset_gates.DatasetGates`], *optional*):
             What a useful dataset must fulfil. `None` runs no gates.
         upload_to (`str`, *optional*):
             `s3://bucket/prefix` to copy the finished folder to.
@@ -123,7 +124,7 @@ def tokenize_completions(
         `datasets.Dataset`: memory-mapped, with the columns of the table above.
 
     Raises:
-        [`~data.checks.DatasetRefused`]: a gate failed. The folder stays as it is, for `hf-dflash check`.
+        [`~data.dataset_gates.DatasetRefused`]: a gate failed. The folder stays as it is, for `hf-dflash check`.
         `ValueError`: nothing usable in a source that was named, or the folder holds something else.
         `FileNotFoundError`: a source does not exist.
         `ImportError`: the package datasets is not installed.

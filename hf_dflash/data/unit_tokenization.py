@@ -16,9 +16,9 @@ import numpy as np
 from hf_dflash.atomic_files import replacing, write_json
 
 from .chat import ChatRenderer, ChatSample
-from .checks import hash_reply
 from .conversations import ROLES, SKIP_REASONS, RowSkipped, TokenizedRow, read_row
 from .sources import Part, Source, parse_line, read_rows
+from .tokenized_dataset import hash_reply
 
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from transformers.trainer_utils import set_seed
 
-from ..data.checks import DatasetGates
+from ..data.dataset_gates import DatasetGates
 from ..drafter.configuration_dflash import DFlashConfig, create_drafter_config
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..target.frozen_target import FrozenTarget
@@ -46,7 +46,7 @@ class JobArguments:
         dataset_dir (`str`, *optional*): where tokenized completions are kept; `output_dir`/dataset by default.
         max_length (`int`, *optional*, defaults to 4096): longest sample in tokens; longer replies are cut.
         max_short_share, max_reply_share, min_supervised_share (`float`, *optional*): gates that the training set must pass,
-            see [`~data.checks.DatasetGates`].
+            see [`~data.dataset_gates.DatasetGates`].
         enable_thinking (`bool`, *optional*): passed to the chat template, as serving does; the template's default if not given.
         drafter (`str`, *optional*): a drafter to go on from, ours or another project's; a new one is made if not given.
         init_from_target (`bool`, *optional*, defaults to `False`): see [`initialize_from_target`].
