@@ -9,8 +9,8 @@ The real trainer (optimizer included) at the shapes of Qwen3.6-27B with random w
 that one GPU can hold both sides too. `--num_anchors auto` of the trainer balances them in a first run, in which everything
 compiles. Then, each with a fresh drafter of the same weights: both at the same time on two GPUs, the target alone (with its
 hand-over), the drafter alone (features lie ready), both in turn on two GPUs, and in turn on one. Losses and weights ahead and
-in turn must be equal to the last bit; `features` tells which side differs if they are not. Memory: a small model for
-`--memory-steps` steps; the peak of each tenth of them.
+in turn must be equal to the last bit; benchmarks/bit_equality.py says what differs first if they are not. Memory: a small model
+for `--memory-steps` steps; the peak of each tenth of them.
 """
 
 import argparse
@@ -115,24 +115,6 @@ def time_target(targets, shapes, dataset, steps: int, **options) -> dict:
     return result
 
 
-def compare_features(target, shapes, dataset, **options) -> dict:
-    """Where losses differ: do the features? Each micro-batch several times, ahead and in turn."""
-    digests = []
-    for mode in ("on", "off"):
-        trainer = make_trainer([target], shapes, dataset, max_steps=1, pipeline=mode, **options)
-        batches = read_micro_batches(trainer)
-        digests.append([])
-        with trainer.pipeline as pipeline:
-            for batch in batches * 3:
-                pipeline.submit(trainer.request_of(batch))
-            while pipeline.num_waiting:
-                features, _ = pipeline.take()
-                digests[-1].append((digest([features.context_hidden_states]), int(features.label_ids.sum())))
-                pipeline.release()
-    differing = sum(ahead != in_turn for ahead, in_turn in zip(*digests, strict=True))
-    return {"micro-batches": len(digests[0]), "differ between ahead and in turn": differing}
-
-
 def measure_memory(targets, shapes, dataset, steps: int, **options) -> dict:
     """Peaks of each tenth of a run, of which the first two may still grow (compilers, pools); on a CPU, of the process."""
     peaks = []
@@ -179,7 +161,6 @@ def measure_speed(stage: Stages, shapes, drafter_device: str, target_device: str
     for name, value in (("num_anchors", 512), ("anchor_ratio", 0.25)):
         options[name] = balance.get(name, value)
     first = stage("at the same time", lambda: run([target], shapes, dataset, steps, **options, **ahead))
-    stage("features", lambda: compare_features(target, shapes, dataset, **options))
     stage("target alone", lambda: time_target([target], shapes, dataset, steps, **options, **ahead))
     stage("drafter alone", lambda: run([target], shapes, dataset, steps, pipeline_class=ReadyFeatures, **options))
     second = stage("in turn", lambda: run([target], shapes, dataset, steps, pipeline="off", **options))

@@ -104,3 +104,33 @@ def test_a_stage_that_fails_or_takes_too_long_leaves_the_others_and_says_why(mon
     stages = json.loads((tmp_path / "report.json").read_text())["stages"]
     assert "longer than 1 s" in stages["slow"]["not measured"] and "KeyError" in stages["wrong"]["not measured"]
     assert stages["right"] == {"ms": 1.235}
+
+
+def test_bit_equality(run):
+    stages = run("bit_equality.py", "--steps", "3")["stages"]
+    assert stages["ahead"]["signatures"] > 100
+    assert {stages[way]["differing"] for way in stages if way != "warm-up"} == {0}
+
+
+def test_bit_equality_names_the_first_thing_that_differs(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from bit_equality import Recorder, compare
+
+    def recorder(values):
+        made = Recorder.__new__(Recorder)
+        made.names = [
+            "features, taken",
+            "labels, taken",
+            "features, released",
+            "labels, released",
+            "end of step 1",
+        ] * 2
+        made.values = values
+        return made
+
+    one, other = recorder(list(range(10))), recorder([*range(8), 0, 9])
+    assert compare(one, one) == {"signatures": 10, "differing": 0}
+    assert compare(one, other) == {"signatures": 10, "differing": 1, "first in step": 2, "first": "labels, released"}
+    still = recorder([3, 4, 3, 4, 0, 5, 6, 5, 6, 0])
+    changing = recorder([3, 4, 3, 4, 0, 5, 6, 9, 8, 0])
+    assert (still.changed_while_read(), changing.changed_while_read()) == (0, 1)

@@ -1,0 +1,219 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+"""Where two trainings that should be equal to the last bit first differ.
+
+    python benchmarks/bit_equality.py --output benchmarks/results/bit_equality.json     # two GPUs of 80 GB or more, 3 minutes
+    python benchmarks/bit_equality.py --tiny                                            # any CPU, seconds
+
+The real trainer at the shapes of Qwen3.6-27B with random weights, some steps in each of these ways, twice in turn and twice
+ahead, so that a difference between equal ways is seen too:
+
+- *in turn*: the target computes when the drafter asks.
+- *ahead*: the target computes on its own device in a thread of its own.
+- *ahead, host waits*: as before, but the host waits for all devices between the target and the drafter. Equal to *in turn* where
+  *ahead* is not: some order between streams is missing.
+- *in turn, memory full of NaN*: free memory holds NaN. Different: a kernel reads what nobody has written.
+
+Signatures (the sum of all bits) are taken on the device without a wait of the host: of features and labels as they are taken,
+and as they are released, of the blocks, of the drafter's hidden states, of the loss, and of each parameter's gradient and value.
+A report names the first signatures that differ, and says if features changed while they were read.
+"""
+
+import argparse
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from measuring import Report
+from random_training import Logs, Shapes, make_documents, make_target, make_trainer, shapes_of
+from transformers import TrainerCallback
+
+from hf_dflash import FrozenTarget
+
+
+WAYS = {
+    "warm-up": {"pipeline": "on"},
+    "in turn": {"pipeline": "off"},
+    "ahead": {"pipeline": "on"},
+    "in turn, again": {"pipeline": "off"},
+    "ahead, again": {"pipeline": "on"},
+    "ahead, host waits": {"pipeline": "on"},
+    "in turn, memory full of NaN": {"pipeline": "off"},
+}
+_NUM_MICRO_BATCHES = 4
+_NUM_SHOWN = 6
+
+
+def signature(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Of all bits, on the device; equal only if (as good as) every bit is."""
+    if tensor is None:
+        return torch.zeros((), dtype=torch.long, device=device)
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype.is_floating_point:
+        tensor = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.sum(dtype=torch.long)
+
+
+class Recorder(TrainerCallback):
+    """Signatures of whatever passes through a trainer, in order."""
+
+    def __init__(self, trainer, host_waits: bool):
+        self.trainer, self.device, self.host_waits = trainer, trainer.args.device, host_waits
+        self.names, self.values, self.taken = [], [], None
+        pipeline = trainer.pipeline
+        self.take, self.release, self.draft, self.loss = pipeline.take, pipeline.release, trainer.draft, trainer._loss
+        pipeline.take, pipeline.release = self.take_and_note, self.release_and_note
+        trainer.draft, trainer._loss = self.draft_and_note, self.loss_and_note
+        trainer.add_callback(self)
+
+    def note(self, name: str, tensor: torch.Tensor | None) -> None:
+        self.names.append(name)
+        self.values.append(signature(tensor, self.device))
+
+    def take_and_note(self):
+        features, times = self.take()
+        if self.host_waits:
+            wait_for_all_devices()
+        self.taken = features
+        self.note("features, taken", features.context_hidden_states)
+        self.note("labels, taken", features.label_ids)
+        return features, times
+
+    def release_and_note(self):
+        features, self.taken = self.taken, None
+        if features is not None:
+            self.note("features, released", features.context_hidden_states)
+            self.note("labels, released", features.label_ids)
+        self.release()
+
+    def draft_and_note(self, model, batch, features):
+        for name in (
+            "slot_ids",
+            "context_index",
+            "position_ids",
+            "document_ids",
+            "anchors",
+            "supervised",
+            "label_index",
+        ):
+            self.note(f"blocks, {name}", getattr(batch, name))
+        hidden_states, kept_blocks = self.draft(model, batch, features)
+        self.note("hidden states", hidden_states)
+        self.note("kept blocks", kept_blocks)
+        return hidden_states, kept_blocks
+
+    def loss_and_note(self, *args, **kwargs):
+        loss, correct = self.loss(*args, **kwargs)
+        self.note("loss", loss)
+        return loss, correct
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for name, parameter in model.named_parameters():
+            self.note(f"gradient, {name}", parameter.grad)
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for name, parameter in model.named_parameters():
+            self.note(f"weight, {name}", parameter)
+        self.note(f"end of step {state.global_step + 1}", None)
+
+    def changed_while_read(self) -> int:
+        """Micro-batches whose features or labels were not released as they were taken."""
+        changed = set()
+        for what in ("features", "labels"):
+            taken, released = (
+                [value for name, value in zip(self.names, self.values, strict=True) if name == f"{what}, {moment}"]
+                for moment in ("taken", "released")
+            )
+            changed |= {i for i, (one, two) in enumerate(zip(taken, released, strict=True)) if one != two}
+        return len(changed)
+
+
+def wait_for_all_devices() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def fill_free_memory(device: torch.device, left_over: int = 24 << 30) -> None:
+    """NaN in (nearly) all memory that PyTorch will hand out."""
+    if device.type == "cuda":
+        size = 1 << 30
+        count = max(0, torch.cuda.mem_get_info(device)[0] - left_over) // size
+        [torch.full((size // 4,), torch.nan, device=device) for _ in range(count)]
+
+
+def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: str, **options) -> tuple[dict, Recorder]:
+    """Trains some steps in one of `WAYS`."""
+    logs = Logs()
+    trainer = make_trainer([target], shapes, dataset, max_steps=steps, logging_steps=steps, **{**options, **WAYS[way]})
+    trainer.add_callback(logs)
+    recorder = Recorder(trainer, host_waits="host waits" in way)
+    if "NaN" in way:
+        fill_free_memory(trainer.args.device)
+    began = time.perf_counter()
+    trainer.train()
+    recorder.values = [int(value) for value in recorder.values]
+    line = logs.lines[-1]
+    figures = {
+        "seconds": time.perf_counter() - began,
+        "loss": line["loss"],
+        **{name: value for name, value in line.items() if name.startswith("skipped")},
+        "micro-batches whose features changed while they were read": recorder.changed_while_read(),
+        "compiled graphs so far": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0),
+    }
+    # Models are large, and the recorder outlives the trainer.
+    recorder.trainer = recorder.take = recorder.release = recorder.draft = recorder.loss = None
+    return figures, recorder
+
+
+def compare(one: Recorder, other: Recorder) -> dict:
+    """How many signatures differ, and which are the first."""
+    if one.names != other.names:
+        return {"not comparable": "other signatures were taken"}
+    differing = [i for i in range(len(one.names)) if one.values[i] != other.values[i]]
+    found = {"signatures": len(one.names), "differing": len(differing)}
+    if differing:
+        step = 1 + sum(name.startswith("end of step") for name in one.names[: differing[0]])
+        found |= {"first in step": step, "first": "; ".join(one.names[i] for i in differing[:_NUM_SHOWN])}
+    return found
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layers", type=int, default=16, help="Of the target.")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--num_anchors", type=int, default=256)
+    parser.add_argument("--anchor_ratio", type=float, default=0.125)
+    parser.add_argument("--compile_layers", default="auto", choices=["auto", "on", "off"])
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(argv)
+
+    num_devices = 0 if arguments.tiny else torch.cuda.device_count()
+    drafter_device = "cpu" if num_devices == 0 else "cuda:0"
+    target_device = "cuda:1" if num_devices > 1 else drafter_device
+    shapes = shapes_of("tiny" if num_devices == 0 else "qwen36", arguments.layers)
+    report = Report(
+        arguments.output,
+        torch.device(drafter_device),
+        target_layers=shapes.num_target_layers,
+        devices=[drafter_device, target_device],
+        command=" ".join(["python benchmarks/bit_equality.py", *(sys.argv[1:] if argv is None else argv)]),
+    )
+    options = {"num_anchors": arguments.num_anchors, "anchor_ratio": arguments.anchor_ratio}
+    options["compile_layers"] = arguments.compile_layers
+    target, dataset = make_target(shapes, target_device), make_documents(shapes, _NUM_MICRO_BATCHES)
+    recorders: dict[str, Recorder] = {}
+
+    def measure(way: str) -> dict:
+        figures, recorders[way] = run(target, shapes, dataset, arguments.steps, way, **options)
+        return figures | (compare(recorders["in turn"], recorders[way]) if "in turn" in recorders else {})
+
+    for way in WAYS:
+        report.run(way, partial(measure, way), 240 if way == "warm-up" else 60)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
