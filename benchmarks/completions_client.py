@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fake_chat_server import fake_chat_server  # noqa: E402
 
-from hf_dflash.data import completions  # noqa: E402
+from hf_dflash.data import server_completions  # noqa: E402
 
 
 def resident_mib() -> float:
@@ -33,15 +33,15 @@ def resident_mib() -> float:
 def measure_client(url: str, prompts: Path, output: Path, concurrency: int) -> dict:
     memory: dict[int, float] = {}
 
-    class MeasuredFolder(completions.CompletionFolder):
+    class MeasuredFolder(server_completions.CompletionFolder):
         def add(self, row, replies):
             super().add(row, replies)
             if self.totals["rows"] % 10_000 == 0:
                 memory[self.totals["rows"]] = round(resident_mib(), 1)
 
-    completions.CompletionFolder = MeasuredFolder
+    server_completions.CompletionFolder = MeasuredFolder
     wall, cpu = time.perf_counter(), time.process_time()
-    manifest = completions.generate_completions_from_servers(
+    manifest = server_completions.generate_completions_from_servers(
         prompts, output, [url], concurrency=concurrency, limits=None, disable_tqdm=True
     )
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflash.data.completion_folder import ReplyLimits
-from hf_dflash.data.completions import generate_completions_locally
+from hf_dflash.data.local_completions import generate_completions_locally
 
 
 def measure_plain_generate(arguments, seconds: float) -> dict:

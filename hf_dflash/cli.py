@@ -18,7 +18,7 @@ from pathlib import Path
 # In the order in which a job uses them: command -> (module, function, phrase).
 COMMANDS = {
     "mix": ("hf_dflash.data.mixture", "main", "several prompt sources -> one prompt set"),
-    "generate": ("hf_dflash.data.completions", "main", "the target writes the completions"),
+    "generate": ("hf_dflash.data.generate_command", "main", "the target writes the completions"),
     "tokenize": ("hf_dflash.data.tokenization", "main", "completions (JSONL) -> loss-masked tokens"),
     "check": ("hf_dflash.data.check_command", "main", "report on a tokenized dataset, and refuse a useless one"),
     "plan": ("hf_dflash.training.plan", "main", "devices, memory and balance of a training run, before it loads"),

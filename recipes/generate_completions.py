@@ -13,7 +13,8 @@ import argparse
 import sys
 import time
 
-from hf_dflash.data.completions import count_prompts, generate_completions_from_servers
+from hf_dflash.data.prompts import count_prompts
+from hf_dflash.data.server_completions import generate_completions_from_servers
 from hf_dflash.data.sources import list_sources
 
 
