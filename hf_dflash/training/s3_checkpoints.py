@@ -12,6 +12,8 @@ from pathlib import Path
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..atomic_files import replacing
+from ..monitor.run_log import RUN_LOG
 from ..object_store import ObjectStore
 from .checkpoint import CHECKPOINT_FILE, check_whole, is_whole, link_folder
 from .uploads import Uploads
@@ -25,7 +27,7 @@ _STAGING = ".s3_uploads"
 
 class S3Callback(TrainerCallback):
     """
-    Copies each checkpoint to `<uri>/checkpoint-<step>`, then points `<uri>/latest.json` at it.
+    Copies each checkpoint, with the run log up to it, to `<uri>/checkpoint-<step>`, then points `<uri>/latest.json` at it.
 
     Training does not wait: a thread uploads hard links, which rotation cannot take away. A failed upload is tried again, and
     at last reported; it never stops training. What a killed run left waiting is uploaded when it goes on.
@@ -71,6 +73,9 @@ class S3Callback(TrainerCallback):
         name = f"checkpoint-{state.global_step}"
         # A folder for each save, in their order: the same step is saved again when an evaluation adds to it.
         staged = Path(args.output_dir, _STAGING, f"{time.time_ns():020}", name)
+        if args.run_log:
+            _copy_run_log(args.output_dir, staged)
+        # Last: what is left of a save that was cut short must not look whole.
         link_folder(Path(args.output_dir, name), staged)
         self._hand_over(staged, is_left_over=False)
 
@@ -123,8 +128,21 @@ def _step(checkpoint: str) -> int:
     return int(checkpoint.rpartition("-")[2])
 
 
+def _copy_run_log(output_dir: str, staged: Path) -> None:
+    """A copy, for the log goes on growing where a link would show it; without the line that is being written."""
+    try:
+        staged.mkdir(parents=True)
+        with open(Path(output_dir, RUN_LOG), "rb") as log, open(staged / RUN_LOG, "wb") as copied:
+            copied.writelines(line for line in log if line.endswith(b"\n"))
+    except OSError as error:
+        (staged / RUN_LOG).unlink(missing_ok=True)
+        logger.warning_once(f"{staged.name} goes to S3 without the run log. {error}")
+
+
 def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore | None = None) -> str:
     """Downloads a checkpoint to go on from; what is already there with the same content is not fetched again.
+
+    The run log that came with it becomes the folder's, unless that has it already. Another log there is renamed.
 
     Args:
         uri (`str`): `s3://bucket/prefix/checkpoint-<step>`, or `s3://bucket/prefix` for the latest one below it.
@@ -147,4 +165,30 @@ def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore
     folder = os.path.join(output_dir, uri.rpartition("/")[2])
     store.download_folder(uri, folder)
     check_whole(folder)
+    _take_over_run_log(Path(folder), Path(output_dir))
     return folder
+
+
+def _take_over_run_log(checkpoint: Path, output_dir: Path) -> None:
+    fetched, log = checkpoint / RUN_LOG, output_dir / RUN_LOG
+    if not fetched.is_file():
+        return
+    if log.is_file():
+        if _is_beginning(fetched, log):
+            return
+        if not _is_beginning(log, fetched):
+            other = log.with_name(f"run_log.before_{checkpoint.name}.jsonl")
+            os.replace(log, other)
+            logger.warning(f"{log} was not of the run that goes on from {checkpoint.name}: it is {other.name} now.")
+    # Not a link: what is appended would change the checkpoint's.
+    with open(fetched, "rb") as source, replacing(log, "wb") as file:
+        shutil.copyfileobj(source, file)
+
+
+def _is_beginning(path: Path, of: Path) -> bool:
+    """Whether one file begins with all that another holds."""
+    with open(path, "rb") as short, open(of, "rb") as long:
+        while block := short.read(1 << 20):
+            if long.read(len(block)) != block:
+                return False
+    return True

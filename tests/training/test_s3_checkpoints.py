@@ -1,10 +1,12 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import json
 import logging
 import threading
 
 import pytest
 from tiny_training import assert_same, heard_by_pytest, make_trainer, training_state
+from transformers import TrainerCallback
 
 
 pytest.importorskip("boto3")
@@ -12,6 +14,8 @@ pytest.importorskip("moto")
 
 from s3_server import running_s3  # noqa: E402
 
+from hf_dflash.monitor.history import RunHistory  # noqa: E402
+from hf_dflash.monitor.run_log import RUN_LOG  # noqa: E402
 from hf_dflash.object_store import ObjectStore  # noqa: E402
 from hf_dflash.training.s3_checkpoints import S3Callback, fetch_checkpoint  # noqa: E402
 
@@ -127,3 +131,78 @@ def test_a_checkpoint_that_is_not_all_there_is_not_gone_on_from(s3, tmp_path):
         fetch_checkpoint(uri, tmp_path / "there")
     with pytest.raises(FileNotFoundError, match="no latest.json"):
         fetch_checkpoint("s3://bucket/nothing/here", tmp_path / "there")
+
+
+# ---- The run log ----
+
+
+def shown(folder):
+    history = RunHistory(folder)
+    history.update()
+    return history.snapshot()
+
+
+def begins(folder):
+    rows = [json.loads(line) for line in (folder / RUN_LOG).read_text().splitlines()]
+    return [row["step"] for row in rows if row.get("event") == "begin"]
+
+
+def test_a_run_that_goes_on_from_s3_elsewhere_goes_on_with_its_log(s3, tmp_path):
+    uri = f"{URI}/logged"
+    options = {**SAVING, "logging_steps": 1, "checkpoint_uri": uri}
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    make_trainer(here, **options).train()
+    copied = ObjectStore().read(f"{uri}/checkpoint-6/{RUN_LOG}")
+    # Up to that step, and the save itself.
+    assert [json.loads(line)["step"] for line in copied.splitlines()][-1] == 6
+    assert json.loads(copied.splitlines()[-1])["event"] == "checkpoint"
+    assert (here / RUN_LOG).read_bytes().startswith(copied)
+
+    make_trainer(elsewhere, **options).train(resume_from_checkpoint=f"{uri}/checkpoint-6")
+    assert (elsewhere / RUN_LOG).read_bytes().startswith(copied)
+    assert begins(elsewhere) == [0, 6]
+    page = shown(elsewhere)
+    assert page["series"]["loss"]["x"].tolist() == list(range(1, 10))
+    assert page["series"]["loss"]["y"].tolist() == shown(here)["series"]["loss"]["y"].tolist()
+    # And the next copy has the whole past.
+    assert ObjectStore().read(f"{uri}/checkpoint-9/{RUN_LOG}").startswith(copied)
+
+
+def test_the_folders_own_log_stays_where_it_holds_the_fetched_one_and_a_stranger_is_renamed(s3, tmp_path):
+    uri = f"{URI}/logs"
+    options = {**SAVING, "logging_steps": 1, "checkpoint_uri": uri}
+    here = tmp_path / "here"
+    make_trainer(here, **options).train()
+    fetched = ObjectStore().read(f"{uri}/checkpoint-6/{RUN_LOG}")
+    for name, log, expected in (
+        ("longer", (here / RUN_LOG).read_bytes(), (here / RUN_LOG).read_bytes()),
+        ("shorter", fetched[:100], fetched),
+        ("stranger", b'{"step":1,"time":1.0,"loss":9.0}\n', fetched),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / RUN_LOG).write_bytes(log)
+        for _ in range(2):
+            fetch_checkpoint(f"{uri}/checkpoint-6", folder)
+            assert (folder / RUN_LOG).read_bytes() == expected
+        renamed = folder / "run_log.before_checkpoint-6.jsonl"
+        assert (renamed.read_bytes() == log) if name == "stranger" else not renamed.exists()
+
+
+def test_a_line_that_is_being_written_is_not_copied_and_a_run_that_writes_no_log_copies_none(s3, tmp_path):
+    class HalfALine(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            with open(tmp_path / "written" / RUN_LOG, "a") as log:
+                log.write('{"step":')
+
+    uri = f"{URI}/half_a_line"
+    (tmp_path / "off").mkdir()
+    (tmp_path / "off" / RUN_LOG).write_text('{"event":"begin","step":0,"run":{"name":"an earlier one"}}\n')
+    for name, callbacks in (("written", [HalfALine()]), ("off", [])):
+        trainer = make_trainer(tmp_path / name, run_log=name != "off", **{**SAVING, "max_steps": 3})
+        for callback in (*callbacks, S3Callback(f"{uri}/{name}")):
+            trainer.add_callback(callback)
+        trainer.train()
+    copied = ObjectStore().read(f"{uri}/written/checkpoint-3/{RUN_LOG}")
+    assert copied.endswith(b"}\n") and all(json.loads(line) for line in copied.splitlines())
+    assert not any(RUN_LOG in key for key in keys(f"{uri}/off"))
