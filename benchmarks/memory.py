@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from measuring import Report, synchronize
 from torch._dynamo.utils import counters
-from train_step import QWEN36, TINY, Inputs, Ours
+from train_step import Ours
+from train_step_inputs import QWEN36, TINY, Inputs
 
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
 

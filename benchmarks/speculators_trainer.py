@@ -9,17 +9,12 @@ logits, loss, optimizer and schedule. What is ours: rows, their order, the targe
 """
 
 import torch
-from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
-from speculators.models.attention import flex_attention_forward
 from speculators.models.dflash import core
-from speculators.models.dflash.config import DFlashSpeculatorConfig
 from speculators.models.dflash.metrics import compute_metrics
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import TrainerConfig
-from torch.nn.attention.flex_attention import create_block_mask
-from transformers import AttentionInterface, Qwen3Config
+from speculators_model import make_speculators_model
 
 from hf_dflash import DFlashForSpeculation, DFlashTrainer
 from hf_dflash.target.frozen_target import FrozenTarget, upload
@@ -28,44 +23,10 @@ from hf_dflash.training.block_batch import BlockBatch
 from hf_dflash.training.muon import MuonWithAdamW
 
 
-_SHARED = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
-    "rope_parameters layer_types sliding_window max_position_embeddings initializer_range"
-).split()
-
-
-def attend_in_one_dtype(module, query, key, value, attention_mask, **kwargs):
-    """Its flex attention; under autocast its norms leave queries and keys in fp32, beside values in bf16."""
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    return flex_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
 def make_peer(drafter: DFlashForSpeculation, target: FrozenTarget) -> core.DFlashDraftModel:
     """speculators' model around the parameters of `drafter`, with the target's embedding and head, frozen."""
-    config, device = drafter.config, target.output_device
-    is_cuda = device.type == "cuda"
-    layers = Qwen3Config(
-        **{name: getattr(config, name) for name in _SHARED}, use_sliding_window=config.sliding_window is not None
-    )
-    layers._attn_implementation = "simple_flex_attention" if is_cuda else "eager"
-    AttentionInterface.register("simple_flex_attention", attend_in_one_dtype)
-    peer = core.DFlashDraftModel(
-        DFlashSpeculatorConfig(
-            transformer_layer_config=layers,
-            draft_vocab_size=config.vocab_size,
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-            aux_hidden_state_layer_ids=[layer_id + 1 for layer_id in config.target_layer_ids],
-            sliding_window_non_causal=config.is_causal is False,
-            speculators_config=SpeculatorsConfig(
-                algorithm="dflash",
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.block_size - 1)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=[]),
-            ),
-        )
-    )
-    peer.requires_grad_(False).to(device)
+    device = target.output_device
+    peer = make_speculators_model(drafter.config, device.type).requires_grad_(False).to(device)
     for name, parameter in drafter.named_parameters():
         module, _, leaf = name.rpartition(".")
         setattr(peer.get_submodule(module), leaf, parameter)
@@ -74,12 +35,7 @@ def make_peer(drafter: DFlashForSpeculation, target: FrozenTarget) -> core.DFlas
         head.weight.data = target.head.weight
     # Ours hands out hidden states behind the target's final norm.
     peer.verifier_norm = torch.nn.Identity()
-    if is_cuda:
-        # Its whole-model compilation and its compiled mask did not finish in five minutes on an H200 (see train_step.py).
-        peer._create_mask_fn = create_block_mask
-        for layer in peer.layers:
-            layer.compile()
-    return peer.train()
+    return peer
 
 
 class SpeculatorsTrainer(DFlashTrainer):

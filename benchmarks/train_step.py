@@ -31,6 +31,8 @@ from pathlib import Path
 
 import torch
 from measuring import Report, milliseconds, peak_gib, profile, synchronize
+from train_step_inputs import GAMMA, QWEN36, TINY, Inputs
+from train_step_peers import ModelOptimizer, Speculators
 
 from hf_dflash.drafter.blocks import create_anchor_block_mask_mod, create_dense_mask, create_flex_mask
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
@@ -38,56 +40,6 @@ from hf_dflash.drafter.fp8_head import Fp8Gradient, Fp8Head
 from hf_dflash.drafter.losses import compute_dflash_loss
 from hf_dflash.drafter.modeling_dflash import FILLED_TILES, DFlashForSpeculation, create_training_masks
 from hf_dflash.target.language_head import LanguageHead
-
-
-QWEN36 = {
-    "vocab_size": 248320,
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 5,
-    "target_layer_ids": [1, 16, 31, 46, 61],
-    "num_target_layers": 64,
-    "mask_token_id": 248070,
-    "block_size": 16,
-}
-TINY = {
-    **QWEN36,
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 2,
-    "target_layer_ids": [1, 61],
-    "mask_token_id": 500,
-}
-GAMMA = 7.0
-
-
-class Inputs:
-    def __init__(self, config: DFlashConfig, context_length: int, num_anchors: int, device, dtype):
-        torch.manual_seed(0)
-        where = {"device": device, "dtype": dtype}
-        self.config, self.device, self.dtype = config, device, dtype
-        self.context_length, self.num_anchors, self.block_size = context_length, num_anchors, config.block_size
-        self.features = torch.randn(1, context_length, len(config.target_layer_ids) * config.hidden_size, **where)
-        self.last_hidden_states = torch.randn(1, context_length, config.hidden_size, **where)
-        self.embedding = torch.randn(config.vocab_size, config.hidden_size, **where) * 0.02
-        self.head_weight = torch.randn(config.vocab_size, config.hidden_size, **where) * 0.02
-        self.input_ids = torch.randint(0, config.mask_token_id, (1, context_length), device=device)
-        self.document_ids = torch.zeros(1, context_length, dtype=torch.long, device=device)
-        last = context_length - config.block_size - 1
-        self.anchors = torch.randperm(last, device=device)[:num_anchors].sort().values
-        self.valid = torch.ones_like(self.anchors, dtype=torch.bool)
-        self.labels = torch.randint(0, config.vocab_size, (num_anchors, config.block_size - 1), device=device)
-        predicted_from = self.anchors[:, None] + torch.arange(config.block_size - 1, device=device)
-        self.label_positions = predicted_from.unique()
-        self.supervised = torch.ones_like(self.labels, dtype=torch.bool)
-        self.slot_indices = torch.arange(self.labels.numel(), device=device)
 
 
 class Ours:
@@ -137,157 +89,6 @@ class Ours:
                 gamma=GAMMA,
                 slot_indices=inputs.slot_indices,
             )[0]
-
-
-class Speculators:
-    def __init__(self, inputs: Inputs, parameter_dtype):
-        from speculators.config import SpeculatorsConfig, VerifierConfig
-        from speculators.losses import resolve_loss_config
-        from speculators.models.dflash import core
-        from speculators.models.dflash.config import DFlashSpeculatorConfig
-        from speculators.models.dflash.metrics import compute_metrics
-        from speculators.proposals.greedy import GreedyTokenProposalConfig
-        from speculators_trainer import attend_in_one_dtype
-        from torch.nn.attention.flex_attention import create_block_mask
-        from transformers import AttentionInterface, Qwen3Config
-
-        config, device = inputs.config, inputs.device
-        is_cuda = device.type == "cuda"
-        shared = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
-        layers = Qwen3Config(**{name: getattr(config, name) for name in shared.split()})
-        layers._attn_implementation = "simple_flex_attention" if is_cuda else "eager"
-        AttentionInterface.register("simple_flex_attention", attend_in_one_dtype)
-        peer_config = DFlashSpeculatorConfig(
-            transformer_layer_config=layers,
-            draft_vocab_size=config.vocab_size,
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-            aux_hidden_state_layer_ids=[i + 1 for i in config.target_layer_ids],
-            speculators_config=SpeculatorsConfig(
-                algorithm="dflash",
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.block_size - 1)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=[]),
-            ),
-        )
-        self.inputs, self.compute_metrics = inputs, compute_metrics
-        self.loss_config = resolve_loss_config("ce", "fused" if is_cuda else "eager")
-        with torch.device(device):
-            self.model = core.DFlashDraftModel(peer_config).to(parameter_dtype).train()
-        for name in ("embed_tokens", "lm_head", "verifier_lm_head"):
-            getattr(self.model, name).to(inputs.dtype)
-        self.model.load_state_dict(
-            {
-                "embed_tokens.weight": inputs.embedding,
-                "lm_head.weight": inputs.head_weight,
-                "verifier_lm_head.weight": inputs.head_weight,
-                "verifier_norm.weight": torch.ones(config.hidden_size),
-            },
-            strict=False,
-        )
-        if is_cuda:
-            self.model._create_mask_fn = create_block_mask
-            for layer in self.model.layers:
-                layer.compile()
-        core.select_anchors = lambda *args, **kwargs: (inputs.anchors, inputs.valid)
-        self.loss_mask = torch.ones_like(inputs.input_ids)
-        self._build_mask = self.model._build_attention_mask
-
-    def make_mask(self):
-        return self._build_mask(
-            self.loss_mask, self.inputs.num_anchors, self.inputs.document_ids, self.loss_mask.device
-        )
-
-    def forward(self, mask):
-        self.model._build_attention_mask = lambda *args: mask
-        return self.model._backbone_forward(
-            self.inputs.features,
-            self.inputs.input_ids,
-            self.loss_mask,
-            self.inputs.last_hidden_states,
-            self.inputs.document_ids,
-            max_anchors=self.inputs.num_anchors,
-        )
-
-    def loss(self, outputs):
-        _, logits, targets, aligned, _ = outputs
-        return self.compute_metrics(
-            logits, targets, aligned, self.inputs.block_size, gamma=GAMMA, loss_config=self.loss_config
-        )[0]
-
-
-class ModelOptimizer:
-    def __init__(self, inputs: Inputs, parameter_dtype):
-        import modelopt.torch.speculative as mtsp
-        from modelopt.torch.speculative.plugins.modeling_fakebase import FakeBaseConfig, FakeBaseModel
-
-        config, device = inputs.config, inputs.device
-        shared = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
-        base_config = FakeBaseConfig(
-            num_hidden_layers=config.num_target_layers,
-            max_position_embeddings=32768,
-            rope_theta=config.rope_parameters["rope_theta"],
-            dtype=inputs.dtype,
-            **{name: getattr(config, name) for name in shared},
-        )
-        with torch.device(device):
-            model = FakeBaseModel(base_config)
-        architecture = {
-            "num_hidden_layers": config.num_hidden_layers,
-            "head_dim": config.head_dim,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "intermediate_size": config.intermediate_size,
-            "target_layer_ids": config.target_layer_ids,
-        }
-        options = {
-            "dflash_offline": True,
-            "dflash_block_size": config.block_size,
-            "dflash_num_anchors": inputs.num_anchors,
-            "dflash_mask_token_id": config.mask_token_id,
-            "dflash_self_logit_distillation": False,
-            "dflash_loss_objective": "decay",
-            "dflash_loss_decay_factor": GAMMA,
-            "dflash_architecture_config": architecture,
-        }
-        whole = mtsp.convert(model, [("dflash", options)])
-        whole._base_model_embeddings.weight.data.copy_(inputs.embedding)
-        whole._base_model_lm_head.weight.data.copy_(inputs.head_weight)
-        self.inputs, self.whole = inputs, whole
-        self.model = whole.dflash_module.to(device, parameter_dtype).train()
-        if device.type == "cuda":
-            for layer in self.model.layers:
-                layer.compile()
-        self.loss_mask = torch.ones_like(inputs.input_ids, dtype=torch.float32)
-
-    def make_mask(self):
-        inputs = self.inputs
-        return self.whole._build_draft_attention_mask(
-            inputs.context_length,
-            inputs.anchors[None],
-            inputs.valid[None],
-            inputs.num_anchors,
-            inputs.dtype,
-            inputs.device,
-        )
-
-    def forward(self, mask):
-        inputs, anchors = self.inputs, self.inputs.anchors[None]
-        hidden = self.model(
-            noise_embedding=self.whole._build_noise_embedding(
-                inputs.input_ids, anchors, inputs.valid[None], inputs.num_anchors
-            ),
-            target_hidden=inputs.features,
-            position_ids=self.whole._build_position_ids(inputs.context_length, anchors, inputs.device),
-            attention_mask=mask,
-        )
-        return self.whole._base_model_lm_head(hidden.to(inputs.dtype))
-
-    def loss(self, logits):
-        inputs = self.inputs
-        return self.whole._compute_loss(
-            logits, inputs.input_ids, inputs.anchors[None], inputs.valid[None], self.loss_mask
-        )[0]
 
 
 def held_gib(device) -> float:
