@@ -99,7 +99,7 @@ def _slots(run: dict) -> list[float]:
 
 
 def compare_with_peers(runs: list[dict]) -> str:
-    """How far our best setting of as many tokens, layers and slots is above each of speculators'."""
+    """How far our best setting of as many tokens, tokens a step, layers and slots is above each of speculators'."""
     lines = []
     groups = group_runs(runs)
     for (tokens, setting), theirs in groups.items():
@@ -122,7 +122,8 @@ def compare_with_peers(runs: list[dict]) -> str:
 
 
 def _shape(run: dict) -> tuple:
-    return run["options"]["num_hidden_layers"], run["options"]["block_size"], tuple(run["target_layer_ids"])
+    options = run["options"]
+    return options["num_hidden_layers"], options["block_size"], options["token_budget"], tuple(run["target_layer_ids"])
 
 
 def plot(runs: list[dict], path: Path) -> None:
@@ -207,7 +208,7 @@ def write_example_card(results: Path, folder: Path) -> None:
     create_drafter_card(
         config,
         target_name=config.target_name_or_path,
-        repo_id=f"{run['target']}-DFlash",
+        repo_id=f"{config.target_name_or_path.split('/')[-1]}-DFlash",
         record=record,
         has_curves=True,
     ).save(folder / "README.md")

@@ -62,7 +62,8 @@ def check_fp8_device(device: torch.device) -> None:
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
-            f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic: it takes compute capability 8.9."
+            f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic, which takes compute capability 8.9: leave out "
+            "`head_fp8` and `target_fp8`."
         )
 
 

@@ -134,7 +134,7 @@ class ChildProcess:
     def __init__(self, command, stdout, **kwargs):
         self.name = command[command.index("--setting") + 1]
         self.started.append(self.name)
-        self.returncode = int(self.name == "kl")
+        self.returncode = int(self.name == "muon_kl")
         if self.returncode:
             stdout.write("out of memory\n")
             stdout.flush()
@@ -155,7 +155,7 @@ def write_run(folder, setting, seed, lengths, *, finished=True, tokens=6e6, **op
         "setting": setting,
         "seed": seed,
         "tokens": tokens,
-        "options": {"num_hidden_layers": 3, "block_size": 2, **options},
+        "options": {"num_hidden_layers": 3, "block_size": 2, "token_budget": 16384, **options},
         "target_layer_ids": [1, 2],
         "device": "cpu",
         "versions": {"torch": "2"},
@@ -174,8 +174,8 @@ def test_the_driver_takes_missing_runs_in_order_and_outlives_one_that_fails(qual
     monkeypatch.setattr(quality, "load_data", lambda arguments: None)
     write_run(tmp_path, "dpace", 0, [1.0, 2.0])
     argv = ["--target", "t", "--work", str(tmp_path / "work"), "--results", str(tmp_path), "--jobs", "1"]
-    quality.main([*argv, "--only", "lk", "dpace", "kl", "base"])
-    assert ChildProcess.started == ["lk", "kl", "base"]
+    quality.main([*argv, "--only", "muon_lk", "dpace", "muon_kl", "base"])
+    assert ChildProcess.started == ["muon_lk", "muon_kl", "base"]
     out = capsys.readouterr().out
     assert "failed with 1" in out and "out of memory" in out and "heldout 2.500" in out
 
