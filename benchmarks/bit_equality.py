@@ -13,6 +13,8 @@ ahead, so that a difference between equal ways is seen too:
 - *ahead, host waits*: as before, but the host waits for all devices between the target and the drafter. Equal to *in turn* where
   *ahead* is not: some order between streams is missing.
 - *in turn, memory full of NaN*: free memory holds NaN. Different: a kernel reads what nobody has written.
+- *in turn, beside copies*: copies to the drafter's device never stop, as features arrive when the target is ahead. Different: a
+  kernel's result depends on how fast memory answers, which is a race inside it.
 
 Signatures (the sum of all bits) are taken on the device without a wait of the host: of features and labels as they are taken,
 and as they are released, of the blocks, of the drafter's hidden states, of the loss, and of each parameter's gradient and value.
@@ -20,7 +22,9 @@ A report names the first signatures that differ, and says if features changed wh
 """
 
 import argparse
+import contextlib
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -41,6 +45,7 @@ WAYS = {
     "ahead, again": {"pipeline": "on"},
     "ahead, host waits": {"pipeline": "on"},
     "in turn, memory full of NaN": {"pipeline": "off"},
+    "in turn, beside copies": {"pipeline": "off"},
 }
 _NUM_MICRO_BATCHES = 4
 _NUM_SHOWN = 6
@@ -143,6 +148,33 @@ def fill_free_memory(device: torch.device, left_over: int = 24 << 30) -> None:
         [torch.full((size // 4,), torch.nan, device=device) for _ in range(count)]
 
 
+@contextlib.contextmanager
+def copies(source: torch.device, destination: torch.device):
+    """Copies 256 MB over and over on streams of their own, by a thread; nothing on a CPU."""
+    if destination.type != "cuda":
+        yield
+        return
+    stop = threading.Event()
+
+    def copy() -> None:
+        data = torch.zeros(1 << 28, dtype=torch.uint8, device=source)
+        room = torch.zeros(1 << 28, dtype=torch.uint8, device=destination)
+        wait_for_all_devices()
+        with torch.cuda.stream(torch.cuda.Stream(destination)), torch.cuda.stream(torch.cuda.Stream(source)):
+            while not stop.is_set():
+                for _ in range(4):
+                    room.copy_(data, non_blocking=True)
+                torch.cuda.current_stream(source).synchronize()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: str, **options) -> tuple[dict, Recorder]:
     """Trains some steps in one of `WAYS`."""
     logs = Logs()
@@ -151,8 +183,10 @@ def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: str, **o
     recorder = Recorder(trainer, host_waits="host waits" in way)
     if "NaN" in way:
         fill_free_memory(trainer.args.device)
+    beside = copies(target.device, trainer.args.device) if "copies" in way else contextlib.nullcontext()
     began = time.perf_counter()
-    trainer.train()
+    with beside:
+        trainer.train()
     recorder.values = [int(value) for value in recorder.values]
     line = logs.lines[-1]
     figures = {
