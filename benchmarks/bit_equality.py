@@ -3,6 +3,8 @@
 """Where two trainings that should be equal to the last bit first differ.
 
     python benchmarks/bit_equality.py --output benchmarks/results/bit_equality.json     # two GPUs of 80 GB or more, 3 minutes
+    python benchmarks/bit_equality.py --attention_backend dense --compile_layers off    # what is left without one or the other
+    python benchmarks/bit_equality.py --kernel_options num_stages=1                     # of flex attention
     python benchmarks/bit_equality.py --tiny                                            # any CPU, seconds
 
 The real trainer at the shapes of Qwen3.6-27B with random weights, some steps in each of these ways, twice in turn and twice
@@ -35,6 +37,7 @@ from random_training import Logs, Shapes, make_documents, make_target, make_trai
 from transformers import TrainerCallback
 
 from hf_dflash import FrozenTarget
+from hf_dflash.drafter import modeling_dflash
 
 
 WAYS = {
@@ -220,6 +223,14 @@ def main(argv=None) -> int:
     parser.add_argument("--num_anchors", type=int, default=256)
     parser.add_argument("--anchor_ratio", type=float, default=0.125)
     parser.add_argument("--compile_layers", default="auto", choices=["auto", "on", "off"])
+    parser.add_argument("--attention_backend", default="auto", choices=["auto", "flex", "dense"])
+    parser.add_argument(
+        "--kernel_options",
+        nargs="*",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="Of flex attention, in place of its own.",
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
@@ -236,7 +247,11 @@ def main(argv=None) -> int:
         command=" ".join(["python benchmarks/bit_equality.py", *(sys.argv[1:] if argv is None else argv)]),
     )
     options = {"num_anchors": arguments.num_anchors, "anchor_ratio": arguments.anchor_ratio}
-    options["compile_layers"] = arguments.compile_layers
+    options |= {"compile_layers": arguments.compile_layers, "attention_backend": arguments.attention_backend}
+    for option in arguments.kernel_options:
+        name, _, number = option.partition("=")
+        for of_some_widths in (modeling_dflash.ANY_TILES, modeling_dflash.FILLED_TILES):
+            of_some_widths[name] = int(number)
     target, dataset = make_target(shapes, target_device), make_documents(shapes, _NUM_MICRO_BATCHES)
     recorders: dict[str, Recorder] = {}
 
