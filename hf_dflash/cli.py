@@ -30,6 +30,9 @@ COMMANDS = {
     "verify": ("hf_dflash.hub.verify", "main", "check that a saved or published drafter works"),
 }
 
+# Packages whose commands read no drafter, so that some of them need no torch.
+_WITHOUT_DRAFTERS = ("hf_dflash.data.", "hf_dflash.monitor.")
+
 PACKAGE = Path(__file__).parent
 
 
@@ -62,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
     module, function, _ = COMMANDS[command]
     try:
+        if not module.startswith(_WITHOUT_DRAFTERS):
+            importlib.import_module("hf_dflash").register_auto_classes()
         return getattr(importlib.import_module(module), function)(arguments) or 0
     except KeyboardInterrupt:
         print(f"hf-dflash {command}: interrupted", file=sys.stderr)

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import importlib
+import os
 import subprocess
 import sys
 import types
@@ -55,17 +56,49 @@ def test_no_command_at_all_is_an_error_that_shows_the_help(capsys):
     assert "commands:" in capsys.readouterr().out
 
 
-def test_help_and_version_import_no_library_and_no_command():
-    code = (
-        "import runpy, sys\n"
-        "run = runpy.run_path('hf_dflash/cli.py')['main']\n"
-        "assert run(['--help']) == 0 and run(['--version']) == 0\n"
-        "assert not {'torch', 'transformers', 'datasets', 'hf_dflash'} & set(sys.modules)\n"
-    )
+def modules_of(*arguments, script=None):
+    """What a fresh `hf-dflash ...` prints, and the modules that it imports; as the installed script, or with `python -m`."""
+    how = ["-m", "hf_dflash.cli"] if script is None else [str(script)]
+    command = [sys.executable, "-X", "importtime", *how, *arguments]
     root = Path(cli.__file__).parents[1]
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith(f"hf-dflash {hf_dflash.__version__}\n")
+    return result.stdout, {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "hf-dflash"
+    path.write_text("import sys\nfrom hf_dflash.cli import main\nsys.exit(main())\n")
+    return path
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("monitor", "--help"), ("tokenize", "--help")])
+def test_what_needs_no_torch_starts_without(arguments, is_script, script):
+    out, modules = modules_of(*arguments, script=script if is_script else None)
+    assert "hf_dflash" in modules
+    assert not {"torch", "transformers", "datasets"} & modules
+    if arguments == ("--version",):
+        assert out == f"hf-dflash {hf_dflash.__version__}\n"
+
+
+def test_commands_that_read_drafters_find_them_registered(script):
+    code = (
+        "import sys, types\n"
+        "from hf_dflash import cli\n"
+        "sys.modules['a_command'] = module = types.ModuleType('a_command')\n"
+        "def main(argv):\n"
+        "    from transformers import AutoConfig, AutoModel\n"
+        "    print(AutoModel._model_mapping[type(AutoConfig.for_model('dflash'))].__name__)\n"
+        "module.main = main\n"
+        "cli.COMMANDS['evaluate'] = ('a_command', 'main', '')\n"
+        "sys.exit(cli.main(['evaluate']))\n"
+    )
+    script.write_text(code)
+    assert modules_of(script=script)[0] == "DFlashForSpeculation\n"
 
 
 @pytest.mark.parametrize("typed, meant", [("tokenise", "tokenize"), ("evalute", "evaluate"), ("trian", "train")])

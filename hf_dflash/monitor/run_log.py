@@ -18,10 +18,6 @@ import threading
 import time
 from pathlib import Path
 
-from transformers.utils import logging
-
-
-logger = logging.get_logger(__name__)
 
 RUN_LOG = "run_log.jsonl"
 
@@ -74,6 +70,10 @@ class RunLog:
                 self._file.write(line)
         except OSError as error:
             if not self._has_failed:
+                # Here, because the monitor reads this module for a name, and starts without transformers.
+                from transformers.utils import logging
+
+                logger = logging.get_logger(__name__)
                 logger.warning(f"{self.path} cannot be written, so the monitor sees no more of this run. {error}")
             self._has_failed = True
 

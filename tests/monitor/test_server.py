@@ -155,10 +155,13 @@ def test_a_page_that_stays_open_reads_a_long_log_once(tmp_path):
         assert history.bytes_read - before == (tmp_path / "run_log.jsonl").stat().st_size - size
 
 
-def test_the_command_says_where_the_page_is_and_ends_by_a_signal(tmp_path):
+def test_the_command_serves_without_torch_says_where_the_page_is_and_ends_by_a_signal(tmp_path):
     write_rows(tmp_path, [BEGIN])
-    command = [sys.executable, "-m", "hf_dflash.cli", "monitor", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-X", "importtime", "-m", "hf_dflash.cli", "monitor", str(tmp_path), "--port", "0"]
+    with (
+        open(tmp_path / "stderr", "w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         line = process.stdout.readline()
         assert f"{tmp_path}: http://127.0.0.1:" in line
         port = int(line.split(":")[-1].split()[0])
@@ -166,8 +169,12 @@ def test_the_command_says_where_the_page_is_and_ends_by_a_signal(tmp_path):
         connection.request("GET", "/data")
         assert connection.getresponse().status == 200
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        process.wait(timeout=60)
+        errors.seek(0)
+        error = errors.read()
     assert "Traceback" not in error
+    modules = {line.rpartition("|")[2].strip() for line in error.splitlines()}
+    assert "hf_dflash.monitor.history" in modules and not {"torch", "transformers"} & modules
 
 
 def test_what_is_no_run_is_a_mistake_in_one_line(tmp_path, capsys):
