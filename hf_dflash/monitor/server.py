@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..command_line import CommandParser
 from .history import RunHistory
 
 
@@ -151,7 +152,7 @@ class OnlyOwnPage:
 
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash monitor`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hf-dflash monitor",
         description="The page of a training run: live, finished, or copied from elsewhere. Reads the run's folder only.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -177,6 +177,11 @@ def test_the_command_serves_without_torch_says_where_the_page_is_and_ends_by_a_s
     assert "hf_dflash.monitor.history" in modules and not {"torch", "transformers"} & modules
 
 
+def test_options_are_taken_in_hyphens_too(tmp_path, capsys):
+    assert cli.main(["monitor", str(tmp_path / "none"), "--allow-host", "a-name"]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+
+
 def test_what_is_no_run_is_a_mistake_in_one_line(tmp_path, capsys):
     assert cli.main(["monitor", str(tmp_path / "none")]) == 2
     assert cli.main(["monitor", str(tmp_path)]) == 2
