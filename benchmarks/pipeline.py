@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from measuring import Report, synchronize
 from random_training import Logs, digest, make_documents, make_target, make_trainer, shapes_of
+from transformers import TrainerCallback
 
 from hf_dflash import FrozenTarget
 from hf_dflash.target.frozen_target import upload
@@ -54,6 +55,15 @@ class ReadyFeatures(FeaturePipeline):
         return replace(self.kept[key], label_ids=label_ids), _no_times(self.device)
 
 
+class FirstStep(TrainerCallback):
+    """When the first step was launched, which is when what it needs has been compiled."""
+
+    end = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.end = self.end or time.perf_counter()
+
+
 def _no_times(device) -> FeatureTimes:
     now = Moment(device)
     return FeatureTimes((now, now))
@@ -66,6 +76,8 @@ def run(targets, shapes, dataset, steps: int, pipeline_class=None, **options) ->
     trainer.add_callback(logs)
     if pipeline_class is not None:
         trainer.pipeline = pipeline_class(trainer.targets)
+    first_step = FirstStep()
+    trainer.add_callback(first_step)
     began = time.perf_counter()
     trainer.train()
     line = logs.lines[-1]
@@ -74,6 +86,7 @@ def run(targets, shapes, dataset, steps: int, pipeline_class=None, **options) ->
         "ms per step": 1e3 * line["time/step"],
         "tokens_per_second": line["tokens_per_second"],
         "seconds in all": time.perf_counter() - began,
+        "seconds to the end of the first step": first_step.end - began,
         **figures,
         "losses": [one["loss"] for one in logs.lines],
         "weights": digest(trainer.model.parameters()),

@@ -33,7 +33,8 @@ def test_the_pipeline_benchmark_measures_both_sides_and_the_whole(load, tmp_path
     results = json.loads(output.read_text())
     stages = results["stages"]
     assert stages["at the same time and in turn"] == {"losses and weights bit-equal": True}
-    assert stages["features"] == {"micro-batches": 6, "differ between ahead and in turn": 0}
+    balance = stages["balance"]
+    assert 0 < balance["seconds to the end of the first step"] < balance["seconds in all"]
     for name in ("at the same time", "target alone", "drafter alone", "in turn"):
         assert stages[name]["ms per step"] > 0
     assert stages["at the same time"]["num_anchors"] == stages["in turn"]["num_anchors"]
