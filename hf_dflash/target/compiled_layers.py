@@ -4,10 +4,16 @@
 
 Their `forward` is replaced, not the module: hooks stay outside of what is compiled. A call with a cache (decoding) goes to the
 layer's own `forward` as before. Equal layers share their code.
+
+What takes the place of `forward` is a method: one function for all modules of a class, which gets the module handed in. So a
+deep copy of a module runs its own layers, with the code that is compiled already.
 """
 
 import functools
 import logging
+from collections.abc import Callable
+from functools import lru_cache
+from types import MethodType
 
 import torch
 from torch import nn
@@ -35,10 +41,12 @@ def compile_decoder(decoder: nn.Module, *, dynamic: bool = True, backend: str = 
 
     Returns:
         `bool`: whether anything was compiled: a model that is spread over several devices is left as it is, for its layers
-        move tensors about, and one that is compiled already too.
+        move tensors about, and one that is compiled already too, here or elsewhere.
     """
-    if any(hasattr(layer, "_hf_hook") for layer in decoder.layers):
-        logger.warning("A target that is spread over several devices runs uncompiled.")
+    if any(hasattr(layer, "_hf_hook") or not isinstance(layer.forward, MethodType) for layer in decoder.layers):
+        logger.warning(
+            "A target that is spread over several devices, or with a `forward` of its own in a layer, runs as it is."
+        )
         return False
     if any(hasattr(layer.forward, "uncompiled") for layer in decoder.layers):
         return False
@@ -48,36 +56,46 @@ def compile_decoder(decoder: nn.Module, *, dynamic: bool = True, backend: str = 
             if is_gated_delta_net(module):
                 if delta_rule is not None:
                     join_projections(module)
-                _replace_mixer(module, delta_rule, dynamic, backend)
+                _replace_forward(module, _mixing, delta_rule, dynamic, backend)
             elif "gateddeltanet" in type(module).__name__.lower():
-                module.forward = torch.compiler.disable(module.forward)
-        compiled = compile_function(layer.forward, dynamic=dynamic, backend=backend)
-        layer.forward = _without_cache(compiled, layer.forward)
+                _replace_forward(module, _uncompiled)
+        _replace_forward(layer, _compiled_without_cache, dynamic, backend)
     if isinstance(getattr(decoder, "norm", None), nn.Module):
-        decoder.norm.forward = compile_function(decoder.norm.forward, dynamic=dynamic, backend=backend)
+        _replace_forward(decoder.norm, _compiled_without_cache, dynamic, backend)
     return True
 
 
-def _replace_mixer(module: nn.Module, delta_rule, dynamic: bool, backend: str) -> None:
-    original = module.forward
+def _replace_forward(module: nn.Module, make_function: Callable, *options) -> None:
+    module.forward = MethodType(make_function(module.forward.__func__, *options), module)
 
-    @functools.wraps(original)
-    def forward(hidden_states, **kwargs):
+
+@lru_cache(maxsize=32)
+def _compiled_without_cache(forward: Callable, dynamic: bool, backend: str) -> Callable:
+    compiled = compile_function(forward, dynamic=dynamic, backend=backend)
+
+    @functools.wraps(forward)
+    def call(module, *args, **kwargs):
+        return (forward if _has_cache(kwargs) else compiled)(module, *args, **kwargs)
+
+    call.uncompiled = forward
+    return call
+
+
+@lru_cache(maxsize=32)
+def _mixing(forward: Callable, delta_rule, dynamic: bool, backend: str) -> Callable:
+    @functools.wraps(forward)
+    def call(module, hidden_states, **kwargs):
         if delta_rule is None or kwargs.get("attention_mask") is not None or _has_cache(kwargs):
-            return original(hidden_states, **kwargs)
+            return forward(module, hidden_states, **kwargs)
         return mix(module, hidden_states, delta_rule, dynamic, backend)
 
     # What is compiled around it stops here; the stages inside are compiled by themselves.
-    module.forward = torch.compiler.disable(forward, recursive=delta_rule is None)
+    return torch.compiler.disable(call, recursive=delta_rule is None)
 
 
-def _without_cache(compiled, original):
-    @functools.wraps(original)
-    def forward(*args, **kwargs):
-        return (original if _has_cache(kwargs) else compiled)(*args, **kwargs)
-
-    forward.uncompiled = original
-    return forward
+@lru_cache(maxsize=32)
+def _uncompiled(forward: Callable) -> Callable:
+    return torch.compiler.disable(forward)
 
 
 def _has_cache(kwargs: dict) -> bool:

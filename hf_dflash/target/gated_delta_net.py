@@ -59,6 +59,8 @@ def separate_projections(module: nn.Module) -> None:
             linear.weight.data = linear.weight.data.clone()
 
 
+# Addresses are for the host alone: compiled around them, it would be in pieces, with code of its own for a module that was moved.
+@torch.compiler.disable
 def _follow_projections(module: nn.Module) -> None:
     """Joins the projections anew if their weights are no longer those that were joined: on another device, say."""
     joined = getattr(module, "joined_projections", None)

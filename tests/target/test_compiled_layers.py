@@ -99,14 +99,69 @@ def test_without_fla_mixers_stay_as_they_are(monkeypatch):
     torch.testing.assert_close(target(*batch).context_hidden_states, expected.context_hidden_states, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_layers_of_equal_shape_share_their_code(kind):
+    for times in (1, 3):
+        layer_types = ["linear_attention" if kind == "qwen3_5" else "full_attention", "full_attention"] * times
+        model = make_target(kind, num_hidden_layers=len(layer_types), layer_types=layer_types)
+        compile_decoder(model.get_decoder(), backend="eager", delta_rule=delta_rule)
+        target = FrozenTarget(model, [0])
+        for shape in ((2, 12), (1, 9)):
+            target(*make_batch(*shape), torch.arange(3))
+        if times == 1:
+            known = count_graphs()
+    assert count_graphs() == known
+
+
+@pytest.mark.parametrize("mixers", ["none", "ours", "without fla", "unknown"])
+def test_a_copy_runs_its_own_layers_with_the_code_that_is_compiled_already(mixers, monkeypatch):
+    kind = "qwen3" if mixers == "none" else "qwen3_5"
+    if mixers == "unknown":
+        monkeypatch.setattr("hf_dflash.target.compiled_layers.is_gated_delta_net", lambda module: False)
+    monkeypatch.setattr(
+        "hf_dflash.target.compiled_layers.load_delta_rule", lambda: delta_rule if mixers == "ours" else None
+    )
+    model, batch = make_target(kind), make_batch(2, 12)
+    positions = torch.arange(int(batch[1].sum()))
+
+    def states(model):
+        result = FrozenTarget(model, IDS)(*batch, positions, return_label_hidden_states=True)
+        return torch.cat([result.context_hidden_states, result.label_hidden_states], dim=-1)
+
+    compile_decoder(model.get_decoder(), backend="eager")
+    before, known = states(model), count_graphs()
+    copied = copy.deepcopy(model)
+    assert torch.equal(states(copied), before)
+    assert not compile_decoder(copied.get_decoder(), backend="eager")
+    # Attention or mixer, layer, and final norm each have a `forward` that was replaced.
+    decoder = copied.get_decoder()
+    mixer = getattr(decoder.layers[0], "linear_attn", None)
+    projection = decoder.layers[0].self_attn.q_proj if mixer is None else mixer.in_proj_qkv
+    with torch.no_grad():
+        for weight in (projection.weight, decoder.layers[1].mlp.down_proj.weight, decoder.norm.weight):
+            earlier = states(copied)
+            weight.add_(0.3 * torch.randn_like(weight))
+            assert not torch.equal(states(copied), earlier)
+    assert count_graphs() == known
+    assert torch.equal(states(model), before)
+    changed = make_target(kind)
+    changed.load_state_dict(copied.state_dict())
+    result, expected = states(copied), states(changed)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
 def test_a_second_time_and_spread_over_devices_nothing_is_compiled(caplog):
     decoder = make_target("qwen3").get_decoder()
     assert compile_decoder(decoder, backend="eager")
     assert not compile_decoder(decoder, backend="eager")
     spread = make_target("qwen3").get_decoder()
     spread.layers[1]._hf_hook = object()
-    assert not compile_decoder(spread, backend="eager")
-    assert "several devices" in caplog.text
+    compiled_elsewhere = make_target("qwen3").get_decoder()
+    compiled_elsewhere.layers[1].forward = torch.compile(compiled_elsewhere.layers[1].forward, backend="eager")
+    for decoder in (spread, compiled_elsewhere):
+        caplog.clear()
+        assert not compile_decoder(decoder, backend="eager")
+        assert "several devices" in caplog.text
 
 
 def test_only_mixers_with_all_parts_of_qwen3_5_are_taken_for_one():
