@@ -217,10 +217,10 @@ def main(argv: list[str]) -> int:
     """`hf-dflash plan`: takes every option of `hf-dflash train`, loads nothing."""
     from .run import parse_job, read_document_sizes
 
-    # Neither completions nor a GPU of this machine are needed: precision is of the machine that will train.
-    is_given = any(argument.partition("=")[0] == "--completions" for argument in argv)
-    given = argv if is_given else [*argv, "--completions", "-"]
-    job, args, machine = parse_job([*given, "--use_cpu", "true"], MachineArguments, prog="hf-dflash plan")
+    # No GPU of this machine is needed: precision is of the machine that will train.
+    job, args, machine = parse_job(
+        [*argv, "--use_cpu", "true"], MachineArguments, prog="hf-dflash plan", needs_completions=False
+    )
     num_devices = torch.cuda.device_count() if machine.num_devices is None else machine.num_devices
     print(describe_plan(job, args, machine.num_processes, num_devices, *read_document_sizes(job, args)))
     return 0

@@ -9,6 +9,7 @@
 Options come from a YAML file (`--config`) and from flags; a flag beats the file, and an unknown key is an error.
 """
 
+import argparse
 import difflib
 import json
 import os
@@ -127,13 +128,16 @@ class JobArguments:
                 raise ValueError(f"There is no folder {path}: give a Hub id or the folder of a saved model.")
 
 
-def parse_job(argv: list[str] | None = None, *also: type, prog: str = "hf-dflash train") -> tuple:
-    """Reads a job from flags and, with `--config`, from a YAML file.
+def parse_job(
+    argv: list[str] | None = None, *also: type, prog: str = "hf-dflash train", needs_completions: bool = True
+) -> tuple:
+    """Reads a job from flags and, with `--config`, from YAML files.
 
     Args:
         argv (`list[str]`, *optional*): flags.
         also (`type`): dataclasses of further flags.
         prog (`str`, *optional*, defaults to `"hf-dflash train"`): the command that help and errors name.
+        needs_completions (`bool`, *optional*, defaults to `True`): whether a job without `--completions` is an error.
 
     Returns:
         `(JobArguments, DFlashTrainingArguments, ...)`.
@@ -141,18 +145,22 @@ def parse_job(argv: list[str] | None = None, *also: type, prog: str = "hf-dflash
     Raises:
         `ValueError`: if the file has an unknown key or a flag is unknown, naming it, or an option is unusable.
     """
-    argv = list(argv if argv is not None else [])
-    if "--config" in argv:
-        position = argv.index("--config")
-        if position + 1 == len(argv):
-            raise ValueError("`--config` needs the name of a YAML file.")
-        path = argv[position + 1]
-        # Of an option that is given twice the last one counts, so flags beat the file.
-        argv = _flags_of_file(path) + argv[:position] + argv[position + 2 :]
     parser = HfArgumentParser((JobArguments, DFlashTrainingArguments, *also), prog=prog, allow_abbrev=False)
+    # For its help: the files are read before, and their options put in front, so that flags beat them. Suppressed, as what is no
+    # field of a dataclass would come back as one more result.
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of options; a flag beats it."
+    )
+    for action in parser._actions:
+        if action.dest == "completions":
+            action.required = needs_completions
+    # The list of 200 options is for `--help`, not for every error.
+    required = [f"{action.option_strings[0]} {action.dest.upper()}" for action in parser._actions if action.required]
+    parser.usage = " ".join(["%(prog)s", *required, "[--config FILE]", "[--OPTION VALUE ...]"])
+    argv = _with_options_of_files(argv if argv is not None else [])
     *parsed, unused = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unused:
-        known = {f.name for dataclass_type in parser.dataclass_types for f in fields(dataclass_type)}
+        known = {f.name for dataclass_type in parser.dataclass_types for f in fields(dataclass_type)} | {"config"}
         # Without their values, unless values are all there is.
         names = [name for name in unused if name.startswith("-")] or unused
         raise ValueError(f"unknown option(s) {_name_unknown(names, known)}: see `{prog} --help`.")
@@ -168,6 +176,22 @@ def _name_unknown(names: list[str], known: set[str]) -> str:
         prefix = "--" if name.startswith("--") else ""
         named.append(f"{name} (did you mean {prefix}{alike[0]}?)" if alike else name)
     return ", ".join(named)
+
+
+def _with_options_of_files(argv: list[str]) -> list[str]:
+    """The flags, and in front of them the options of the files that `--config` names: of two the last one counts."""
+    of_files, flags = [], []
+    words = iter(argv)
+    for word in words:
+        name, equals, path = word.partition("=")
+        if name != "--config":
+            flags.append(word)
+            continue
+        path = path if equals else next(words, None)
+        if not path:
+            raise ValueError("`--config` needs the name of a YAML file.")
+        of_files += _flags_of_file(path)
+    return of_files + flags
 
 
 def _flags_of_file(path: str) -> list[str]:

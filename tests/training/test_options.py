@@ -25,6 +25,7 @@ from hf_dflash import DFlashForSpeculation, DFlashTrainingArguments, create_draf
 from hf_dflash.training.muon import Muon, MuonWithAdamW
 from hf_dflash.training.plan import check_launch, main, place_targets
 from hf_dflash.training.run import describe_job, parse_job
+from hf_dflash.training.run import main as train
 from hf_dflash.training.target_loading import load_targets
 from hf_dflash.training.warm_start import initialize_from_target
 
@@ -66,6 +67,32 @@ def test_an_unknown_key_is_an_error_that_names_it_and_the_one_that_is_meant(how,
         argv += ["--lerning-rate", "1"]
     with pytest.raises(ValueError, match=r"lerning.rate \(did you mean (--)?learning_rate\?\)"):
         parse_job(argv)
+
+
+@pytest.mark.parametrize("option", [["--config", "{}"], ["--config={}"]])
+def test_a_file_is_named_in_two_words_or_one_and_a_later_file_beats_an_earlier_one(option, job_file, tmp_path):
+    (tmp_path / "later.yaml").write_text("learning_rate: 5.0e-4\n")
+    argv = [word.format(path) for path in (job_file, tmp_path / "later.yaml") for word in option]
+    job, args = parse_job(argv)
+    assert (args.learning_rate, job.block_size) == (5e-4, 4)
+    with pytest.raises(ValueError, match="needs the name of a YAML file"):
+        parse_job([*argv, "--config"])
+
+
+@pytest.mark.parametrize(
+    "command, needed",
+    [(train, "--target TARGET --completions COMPLETIONS"), (main, "--target TARGET")],
+    ids=["train", "plan"],
+)
+def test_help_and_errors_show_what_a_command_needs_and_where_options_may_stand(command, needed, capsys):
+    with pytest.raises(SystemExit):
+        command(["--help"])
+    out = capsys.readouterr().out
+    assert f"{needed} [--config FILE]" in out.splitlines()[0] and "--config FILE " in out
+    with pytest.raises(SystemExit):
+        command(["--learning_rate", "1"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert needed in usage and error.endswith("required: " + ", ".join(needed.split()[::2]))
 
 
 def test_a_dry_run_prints_the_resolved_run_and_the_memory_and_loads_nothing(job_file, monkeypatch):
