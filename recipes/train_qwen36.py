@@ -13,11 +13,25 @@ samples, one epoch and a tiny random model of the same architecture:
 import gzip
 import os
 import sys
+from dataclasses import dataclass, field
 
+from hf_dflash.command_line import CommandParser
 from hf_dflash.training.run import parse_job, run_job
 
 
 RECIPES = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass
+class RecipeArguments:
+    """The recipe's own option."""
+
+    test: bool = field(
+        default=False,
+        metadata={
+            "help": "A try-out on any machine: 100 samples, one epoch, a tiny random model of the same architecture."
+        },
+    )
 
 
 def test_flags(output_dir: str) -> list[str]:
@@ -66,12 +80,16 @@ def test_flags(output_dir: str) -> list[str]:
 
 def main(argv: list[str]) -> None:
     flags = ["--config", os.path.join(RECIPES, "qwen36.yaml")]
-    if "--test" in argv:
-        argv = [argument for argument in argv if argument != "--test"]
-        output_dir = argv[argv.index("--output_dir") + 1] if "--output_dir" in argv else "qwen36-dflash-test"
-        os.makedirs(output_dir, exist_ok=True)
-        flags += test_flags(output_dir)
-    run_job(*parse_job([*flags, *argv]))
+    # The inputs of a try-out are options of the job, so they are made before it is read.
+    own = CommandParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--test", action="store_true")
+    own.add_argument("--output_dir", default="qwen36-dflash-test")
+    chosen, _ = own.parse_known_args(argv)
+    if chosen.test and not {"-h", "--help"} & set(argv):
+        os.makedirs(chosen.output_dir, exist_ok=True)
+        flags += test_flags(chosen.output_dir)
+    job, args, _ = parse_job([*flags, *argv], RecipeArguments, prog="train_qwen36.py")
+    run_job(job, args)
 
 
 if __name__ == "__main__":

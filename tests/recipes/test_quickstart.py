@@ -56,6 +56,15 @@ def test_quickstart_on_completions_of_ones_own_ends_with_a_table_and_is_not_done
 
 
 def test_the_reference_job_tries_itself_out_on_a_cpu(tmp_path):
-    load_recipe("train_qwen36").main(["--test", "--output_dir", str(tmp_path / "out"), "--max_steps", "1"])
+    load_recipe("train_qwen36").main(["--test", f"--output-dir={tmp_path / 'out'}", "--max_steps", "1"])
+    assert (tmp_path / "out" / "tiny_target").is_dir()
     config = AutoModel.from_pretrained(tmp_path / "out").config
     assert (config.num_hidden_layers, config.block_size, config.target_layer_ids) == (5, 8, [1, 2, 3, 4, 5])
+
+
+def test_the_reference_jobs_help_lists_its_own_option_and_makes_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_recipe("train_qwen36").main(["--test", "--output-dir", str(tmp_path / "out"), "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and out.startswith("usage: train_qwen36.py ") and "--test" in out
+    assert not (tmp_path / "out").exists()
