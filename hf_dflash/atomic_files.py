@@ -45,19 +45,44 @@ def write_json(path: Path, content: Any) -> None:
 @contextmanager
 def locked_folder(folder: Path, doing: str) -> Iterator[None]:
     """
-    Makes a folder and keeps other processes out of it. The lock goes with the process, however that ends.
+    Makes a folder and keeps other processes out of it. The lock goes with the process, however that ends. Folders that were made
+    here and into which nothing was put are taken away again.
 
     Args:
-        folder (`Path`): holds a file `.lock` from now on.
+        folder (`Path`): holds a file `.lock` for now, and from now on if anything else is put into it.
         doing (`str`): what the folder is locked for, such as `"tokenizing into"`.
 
     Raises:
         `ValueError`: if another process has it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    path = folder / ".lock"
+    with _lock(path, doing):
+        try:
+            yield
+        finally:
+            if folder.is_dir() and [item.name for item in folder.iterdir()] == [path.name]:
+                path.unlink()
+                for empty in made:
+                    try:
+                        empty.rmdir()
+                    except OSError:
+                        break  # somebody has put something into it meanwhile
+
+
+def _lock(path: Path, doing: str) -> IO:
+    """The lock file, open and locked."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = open(path, "w")
+        except FileNotFoundError:
+            continue  # its holder has just taken the empty folder away
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"Another process is {doing} {folder}.") from None
-        yield
+            lock.close()
+            raise ValueError(f"Another process is {doing} {path.parent}.") from None
+        if os.fstat(lock.fileno()).st_nlink:
+            return lock
+        lock.close()  # its holder has taken it away after it was opened here

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """Files are whole or not there; a locked folder keeps others out for as long as its holder lives."""
 
+import fcntl
 import subprocess
 import sys
 
@@ -45,3 +46,37 @@ def test_folder_is_locked_for_as_long_as_its_holder_lives(tmp_path):
         holder.kill()
     with locked_folder(tmp_path / "folder", "using"):
         pass
+
+
+def test_a_locked_folder_into_which_nothing_was_put_is_taken_away_with_those_made_for_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for folder in (tmp_path / "mine" / "deep" / "deeper", tmp_path / "mine"):
+        with pytest.raises(RuntimeError), locked_folder(folder, "using"):
+            assert (folder / ".lock").exists()
+            raise RuntimeError
+        assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with locked_folder(tmp_path / "a" / "b", "using"):
+        (tmp_path / "a" / "file").touch()
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / "file"]
+    with locked_folder(tmp_path / "kept", "using"):
+        (tmp_path / "kept" / "file").touch()
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {".lock", "file"}
+
+
+def test_a_lock_file_that_its_holder_takes_away_locks_nobody_out_and_nobody_in(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    flock, taken_away = fcntl.flock, []
+
+    def flock_too_late(lock, how):
+        # The holder ends between this process's `open` and `flock`.
+        if not taken_away:
+            taken_away.append(lock)
+            (folder / ".lock").unlink()
+            folder.rmdir()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock_too_late)
+    with locked_folder(folder, "using"):
+        assert taken_away and (folder / ".lock").exists()
+        with pytest.raises(ValueError, match="Another process is using"), locked_folder(folder, "using"):
+            pass

@@ -82,7 +82,7 @@ def tokenize_completions(
     Tokenizes completions into a dataset for training (issue 3).
 
     A folder that holds a finished dataset of the same sources and options is used as it is; a stopped run goes on where it
-    was; a folder with other sources or options is refused.
+    was; a folder with other sources or options is refused, unless there is not one sample in it.
 
     Args:
         sources (`str` or `list[str]`):
@@ -147,8 +147,9 @@ def tokenize_completions(
         if manifest["status"] != "finished":
             try:
                 _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disable_tqdm)
-            except Exception:
-                _forget_a_run_without_results(output_dir)
+            except BaseException:  # Ctrl+C too
+                if not _has_results(output_dir, manifest):
+                    _forget(output_dir)
                 raise
             manifest = _finish(output_dir, manifest)
         _remove_leftovers(output_dir)
@@ -234,6 +235,11 @@ def _start_or_resume(output_dir, sources, tokenizer, options, endpoint_url, spli
         "options": json.loads(json.dumps(options)),
         "sources": [asdict(source) for source in found],
     }
+    differences = _differences(earlier, manifest) if earlier else []
+    if differences and not _has_results(output_dir, earlier):
+        # What stopped that run, or left it without one sample, may be what is different now.
+        _forget(output_dir)
+        earlier = None
     if earlier is None:
         strangers = [item.name for item in output_dir.iterdir() if item.name != ".lock"]
         if strangers:
@@ -243,7 +249,6 @@ def _start_or_resume(output_dir, sources, tokenizer, options, endpoint_url, spli
         manifest["units"] = [[asdict(part) for part in unit] for unit in cut_into_units(found)]
         write_json(path, manifest)
         return manifest
-    differences = _differences(earlier, manifest)
     if differences:
         raise ValueError(
             f"{output_dir} holds a dataset that was made in another way:\n  "
@@ -354,10 +359,18 @@ def _add_counts(total: dict, counts: dict) -> None:
             total[name] += value
 
 
-def _forget_a_run_without_results(output_dir: Path) -> None:
-    """What stopped it may be an option, which the manifest would forbid to change."""
-    if not list(output_dir.glob("unit-*.json")):
-        for path in (*output_dir.glob("unit-*"), output_dir / "manifest.json"):
+def _has_results(output_dir: Path, manifest: dict) -> bool:
+    """Whether a run has left something that another start can go on with."""
+    if manifest["status"] == "finished":
+        return manifest["counts"]["samples"] > 0
+    return any(output_dir.glob("unit-*.json"))
+
+
+def _forget(output_dir: Path) -> None:
+    """Takes away what a run has written; the manifest last, for without it the rest would be a stranger's."""
+    names = ("skipped.jsonl", "dataset_info.json", "state.json", "report.json", "report.png", "manifest.json")
+    for pattern in ("unit-*", "*.partial", *names):
+        for path in output_dir.glob(pattern):
             path.unlink(missing_ok=True)
 
 

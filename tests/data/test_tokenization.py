@@ -11,7 +11,7 @@ from hf_dflash.atomic_files import locked_folder
 from hf_dflash.data import sources as sources_module
 from hf_dflash.data.chat import ChatRenderer, render_conversation
 from hf_dflash.data.tokenization import tokenize_completions
-from hf_dflash.data.unit_tokenization import row_origin
+from hf_dflash.data.unit_tokenization import UnitTokenizer, row_origin
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,48 @@ def test_a_finished_dataset_is_reused_and_one_made_in_another_way_is_refused(tok
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(ValueError, match=r"holds something else \(thesis.tex\)"):
         tokenize(source, tokenizer, tmp_path / "full")
+
+
+def test_a_dataset_without_one_sample_says_why_and_gives_way_to_what_was_mended(tokenizer, tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", ["{broken"])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad_json"):
+            tokenize(source, tokenizer, tmp_path / "out")
+    assert "bad_json" in (tmp_path / "out" / "skipped.jsonl").read_text()
+    write_lines(source, [conversation(1)])
+    assert len(tokenize(source, tokenizer, tmp_path / "out", max_length=64)) == 1
+    assert (tmp_path / "out" / "skipped.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_run_that_ends_before_its_first_unit_leaves_no_folder(tokenizer, tmp_path, monkeypatch, error):
+    source = write_lines(tmp_path / "a.jsonl", [conversation(1)])
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(UnitTokenizer, "process", fail)
+    with pytest.raises(error):
+        tokenize(source, tokenizer, tmp_path / "new" / "out")
+    with pytest.raises(FileNotFoundError):
+        tokenize(tmp_path / "nothing-here", tokenizer, tmp_path / "new" / "out")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_run_that_was_killed_before_its_first_unit_forbids_no_other_options(tokenizer, tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "a.jsonl", [conversation(number) for number in range(50)])
+    monkeypatch.setattr(sources_module, "MIN_UNIT_BYTES", 2000)
+    tokenize(source, tokenizer, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    for name, units in (("nothing", []), ("one", ["unit-00000.json", "unit-00000.arrow"])):
+        left = tmp_path / name
+        left.mkdir()
+        (left / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}))
+        for unit in [*units, "unit-00001.arrow.1.partial"]:
+            (left / unit).touch()
+    assert len(tokenize(source, tokenizer, tmp_path / "nothing", max_length=64)) == 50
+    with pytest.raises(ValueError, match="max_length: 4096, now 64"):
+        tokenize(source, tokenizer, tmp_path / "one", max_length=64)
 
 
 def test_files_folders_globs_and_gz_are_found_in_a_fixed_order(tokenizer, tmp_path):
