@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+def is_tokenized_dataset(path: str | Path) -> bool:
+    """Whether a folder holds a finished dataset; one that is being made, or was stopped, is none."""
+    return Path(path, "state.json").is_file()
+
+
 def load_tokenized_dataset(path: str | Path) -> "Dataset":
     """
     Loads a dataset that [`~data.tokenization.tokenize_completions`] has finished.
@@ -27,7 +32,7 @@ def load_tokenized_dataset(path: str | Path) -> "Dataset":
         import datasets
     except ImportError:
         raise ImportError("Datasets on disk need the package datasets: pip install hf-dflash[data]") from None
-    if not Path(path, "state.json").is_file():
+    if not is_tokenized_dataset(path):
         raise FileNotFoundError(f"{path} is not a finished dataset: make it with `hf-dflash tokenize`.")
     return datasets.load_from_disk(str(path))
 

@@ -22,12 +22,14 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from transformers.trainer_utils import set_seed
 
 from ..data.dataset_gates import DatasetGates
+from ..data.tokenized_dataset import is_tokenized_dataset
 from ..drafter.configuration_dflash import DFlashConfig, create_drafter_config
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..target.frozen_target import FrozenTarget
 from .adapters import make_lora_config
 from .arguments import DFlashTrainingArguments
 from .checkpoint import find_last_checkpoint
+from .checks import check_can_train
 from .host_group import HostGroup
 from .plan import check_launch, describe_plan, place_targets_of_this_process
 from .target_loading import load_targets
@@ -126,6 +128,14 @@ class JobArguments:
         for path in (self.target, self.drafter):
             if path is not None and path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
                 raise ValueError(f"There is no folder {path}: give a Hub id or the folder of a saved model.")
+        if self.target_dtype != "auto" and not isinstance(getattr(torch, self.target_dtype, None), torch.dtype):
+            raise ValueError(f"`--target_dtype {self.target_dtype}`: give auto, or a dtype of torch such as bfloat16.")
+        if self.lora_rank is not None and self.drafter is None:
+            raise ValueError("`--lora_rank` adapts a drafter that is trained already: name it with `--drafter`.")
+        if self.init_from_target and self.drafter is not None:
+            raise ValueError(
+                "`--init_from_target` is for a new drafter, and `--drafter` goes on from one: give one of them."
+            )
 
 
 def parse_job(
@@ -235,14 +245,14 @@ def dataset_folder(job: JobArguments, args: DFlashTrainingArguments, name: str) 
 
 
 def read_document_sizes(job: JobArguments, args: DFlashTrainingArguments) -> tuple:
-    """Lengths and supervised tokens of the documents, or nothing if they are not tokenized yet."""
+    """Lengths and supervised tokens of the documents, or nothing if they are not tokenized yet, or not all of them."""
     folder = dataset_folder(job, args, "train")
-    if not os.path.isdir(folder):
+    if not is_tokenized_dataset(folder):
         return ()
     from datasets import load_from_disk
 
     dataset = load_from_disk(folder)
-    if "num_supervised" not in dataset.column_names:
+    if not len(dataset) or "num_supervised" not in dataset.column_names:
         return ()
     return dataset["length"], dataset["num_supervised"]
 
@@ -279,13 +289,17 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
     return load_from_disk(folder)
 
 
+def find_target_places(args: DFlashTrainingArguments) -> list[str]:
+    """The devices of this process's targets (DESIGN 3.10)."""
+    return place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
+
+
 def load_target(job: JobArguments, args: DFlashTrainingArguments, layer_ids: list[int]) -> list[FrozenTarget]:
-    """Loads this process's targets onto their devices (DESIGN 3.10)."""
-    places = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
+    """Loads this process's targets onto their devices."""
     return load_targets(
         job.target,
         layer_ids,
-        places,
+        find_target_places(args),
         dtype=job.target_dtype,
         adapter=job.target_adapter,
         merge_adapter=job.merge_target_adapter,
@@ -319,11 +333,34 @@ def make_drafter(job: JobArguments, args: DFlashTrainingArguments) -> DFlashForS
     return DFlashForSpeculation(make_drafter_config(job))
 
 
+def check_held_out(job: JobArguments, args: DFlashTrainingArguments) -> None:
+    """Refuses options that need held-out completions where there are none.
+
+    Raises:
+        `ValueError`: naming the option.
+    """
+    if job.eval_completions:
+        return
+    if args.eval_strategy != "no":
+        raise ValueError(
+            f"`--eval_strategy {args.eval_strategy.value}` evaluates on held-out completions: give `--eval_completions`."
+        )
+    if args.acceptance_steps:
+        raise ValueError("`--acceptance_steps` decodes held-out prompts: give `--eval_completions`.")
+
+
 def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
-    """Tokenizes, makes the drafter, loads the target: everything before training."""
-    train_dataset = prepare_dataset(job, args, job.completions, "train")
-    eval_dataset = prepare_dataset(job, args, job.eval_completions, "eval") if job.eval_completions else None
+    """Makes the drafter, tokenizes, loads the target: everything before training.
+
+    Tokenizing can take hours. What can be refused without it is refused before, and nothing is written then; the held-out set
+    comes first, because it is small.
+    """
+    check_held_out(job, args)
+    find_target_places(args)
     drafter = make_drafter(job, args)
+    check_can_train(drafter, args)
+    eval_dataset = prepare_dataset(job, args, job.eval_completions, "eval") if job.eval_completions else None
+    train_dataset = prepare_dataset(job, args, job.completions, "train")
     targets = load_target(job, args, drafter.config.target_layer_ids)
     if job.init_from_target:
         initialize_from_target(drafter, targets[0].model)
