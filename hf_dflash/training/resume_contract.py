@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..object_store import ObjectStore, is_object_uri
 from .checkpoint import CHECKPOINT_FILE
 
 
@@ -48,8 +49,12 @@ def describe_run(drafter_config, target, dataset, args) -> dict:
 
 
 def read_contract(checkpoint: str | os.PathLike) -> dict:
-    """The contract of the run that saved a checkpoint."""
-    return json.loads((Path(checkpoint) / CHECKPOINT_FILE).read_text(encoding="utf-8"))["contract"]
+    """The contract of the run that saved a checkpoint, which may be on S3 still."""
+    if is_object_uri(checkpoint):
+        content = ObjectStore().read(f"{checkpoint}/{CHECKPOINT_FILE}")
+    else:
+        content = (Path(checkpoint) / CHECKPOINT_FILE).read_bytes()
+    return json.loads(content)["contract"]
 
 
 def check_contract(checkpoint: str | os.PathLike, contract: dict) -> None:
@@ -65,9 +70,10 @@ def check_contract(checkpoint: str | os.PathLike, contract: dict) -> None:
         if stored.get(name) != contract.get(name)
     ]
     if differences:
+        weights = "A_COPY_OF_IT" if is_object_uri(checkpoint) else checkpoint
         raise ValueError(
             f"{checkpoint} belongs to another run: {'; '.join(differences)}. Put the old value back, or start a new run from "
-            f"these weights with `--drafter {checkpoint}` and another `--output_dir`."
+            f"these weights with `--drafter {weights}` and another `--output_dir`."
         )
 
 

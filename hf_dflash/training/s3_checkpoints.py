@@ -7,6 +7,7 @@ import queue
 import shutil
 import threading
 import time
+from itertools import chain, count
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -139,6 +140,24 @@ def _copy_run_log(output_dir: str, staged: Path) -> None:
         logger.warning_once(f"{staged.name} goes to S3 without the run log. {error}")
 
 
+def locate_checkpoint(uri: str, store: ObjectStore | None = None) -> str:
+    """The URI of a checkpoint, of the latest one if `uri` is what checkpoints are below.
+
+    Raises:
+        `FileNotFoundError`: if there is no such checkpoint.
+    """
+    store = store if store is not None else ObjectStore()
+    uri = uri.rstrip("/")
+    if not uri.rpartition("/")[2].startswith("checkpoint-"):
+        latest = store.read_latest(uri)
+        if latest is None:
+            raise FileNotFoundError(f"There is no checkpoint below {uri}: it has no latest.json.")
+        uri = latest
+    if not store.exists(f"{uri}/{CHECKPOINT_FILE}"):
+        raise FileNotFoundError(f"There is no whole checkpoint {uri}: it has no {CHECKPOINT_FILE}.")
+    return uri
+
+
 def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore | None = None) -> str:
     """Downloads a checkpoint to go on from; what is already there with the same content is not fetched again.
 
@@ -156,12 +175,7 @@ def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore
         `FileNotFoundError`: if there is no such checkpoint.
     """
     store = store if store is not None else ObjectStore()
-    uri = uri.rstrip("/")
-    if not uri.rpartition("/")[2].startswith("checkpoint-"):
-        latest = store.read_latest(uri)
-        if latest is None:
-            raise FileNotFoundError(f"There is no checkpoint below {uri}: it has no latest.json.")
-        uri = latest
+    uri = locate_checkpoint(uri, store)
     folder = os.path.join(output_dir, uri.rpartition("/")[2])
     store.download_folder(uri, folder)
     check_whole(folder)
@@ -177,12 +191,17 @@ def _take_over_run_log(checkpoint: Path, output_dir: Path) -> None:
         if _is_beginning(fetched, log):
             return
         if not _is_beginning(log, fetched):
-            other = log.with_name(f"run_log.before_{checkpoint.name}.jsonl")
+            other = _unused(log.with_name(f"run_log.before_{checkpoint.name}.jsonl"))
             os.replace(log, other)
             logger.warning(f"{log} was not of the run that goes on from {checkpoint.name}: it is {other.name} now.")
     # Not a link: what is appended would change the checkpoint's.
     with open(fetched, "rb") as source, replacing(log, "wb") as file:
         shutil.copyfileobj(source, file)
+
+
+def _unused(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(2))
+    return next(name for name in chain([path], numbered) if not name.exists())
 
 
 def _is_beginning(path: Path, of: Path) -> bool:

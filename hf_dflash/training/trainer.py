@@ -50,7 +50,7 @@ from .plan import check_launch, place_targets_of_this_process
 from .publishing import HubPublishing
 from .resume_contract import check_contract, describe_run, read_contract
 from .run_watch import RunLogCallback, watch_run
-from .s3_checkpoints import S3Callback, fetch_checkpoint
+from .s3_checkpoints import S3Callback, fetch_checkpoint, locate_checkpoint
 from .step_times import StepTimes, StepTimesCallback
 from .target_loading import load_targets
 from .uploads import Uploads
@@ -406,8 +406,8 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
             if resume_from_checkpoint is None:
                 raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to go on from.")
         elif isinstance(resume_from_checkpoint, str) and is_object_uri(resume_from_checkpoint):
-            resume_from_checkpoint = self._fetch_checkpoint(resume_from_checkpoint)
-        if resume_from_checkpoint:
+            resume_from_checkpoint = locate_checkpoint(resume_from_checkpoint)
+        elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
         if self.args.num_anchors == "auto":
             if resume_from_checkpoint:
@@ -420,6 +420,9 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self._train_sums, self._saved_step = self._new_sums(), None
         if resume_from_checkpoint:
             check_contract(resume_from_checkpoint, self._contract)
+            if is_object_uri(resume_from_checkpoint):
+                # Not before: a run that is refused leaves its folder as it is.
+                resume_from_checkpoint = self._fetch_checkpoint(resume_from_checkpoint)
             load_sums(self._train_sums, resume_from_checkpoint, self.args.process_index, self.args.world_size)
 
         self._stop_callback.is_stopping = False

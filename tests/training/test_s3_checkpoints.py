@@ -133,6 +133,18 @@ def test_a_checkpoint_that_is_not_all_there_is_not_gone_on_from(s3, tmp_path):
         fetch_checkpoint("s3://bucket/nothing/here", tmp_path / "there")
 
 
+def test_a_checkpoint_of_another_run_is_refused_before_it_touches_the_folder(s3, tmp_path):
+    uri = f"{URI}/refused"
+    options = {**SAVING, "logging_steps": 1}
+    make_trainer(tmp_path / "other", checkpoint_uri=uri, seed=1, **options).train()
+    trainer = make_trainer(tmp_path / "mine", **options)
+    trainer.train()
+    before = {path: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="seed is .*A_COPY_OF_IT"):
+        trainer.train(resume_from_checkpoint=f"{uri}/checkpoint-9")
+    assert {path: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()} == before
+
+
 # ---- The run log ----
 
 
@@ -187,6 +199,12 @@ def test_the_folders_own_log_stays_where_it_holds_the_fetched_one_and_a_stranger
             assert (folder / RUN_LOG).read_bytes() == expected
         renamed = folder / "run_log.before_checkpoint-6.jsonl"
         assert (renamed.read_bytes() == log) if name == "stranger" else not renamed.exists()
+
+    # A second stranger takes nothing of the first one away.
+    (tmp_path / "stranger" / RUN_LOG).write_bytes(b"another\n")
+    fetch_checkpoint(f"{uri}/checkpoint-6", tmp_path / "stranger")
+    assert (tmp_path / "stranger" / "run_log.before_checkpoint-6.2.jsonl").read_bytes() == b"another\n"
+    assert b"9.0" in (tmp_path / "stranger" / "run_log.before_checkpoint-6.jsonl").read_bytes()
 
 
 def test_a_line_that_is_being_written_is_not_copied_and_a_run_that_writes_no_log_copies_none(s3, tmp_path):
