@@ -204,10 +204,7 @@ class ChatRenderer:
 
     def turns(self, conversation: Conversation) -> list[Turn | RowSkipped]:
         """The assistant turns of a conversation as text, in order."""
-        if self.tokenizer.chat_template is None:
-            raise ValueError(
-                "The tokenizer has no chat template: give the one that the target was served with (`--chat-template FILE`)."
-            )
+        require_chat_template(self.tokenizer)
         result = []
         for index, message in enumerate(conversation.messages):
             if message["role"] == "assistant":
@@ -534,6 +531,17 @@ def _for_template(messages: list[dict], arguments_as_text: bool) -> list[dict]:
             ]
         result.append(message)
     return result
+
+
+def require_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """
+    Raises:
+        `ValueError`: there is no chat template, so nothing can be rendered.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "The tokenizer has no chat template: give the one that the target is served with (`--chat-template FILE`)."
+        )
 
 
 def opened_thinking(prompt: str) -> tuple[str, str] | None:

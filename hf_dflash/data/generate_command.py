@@ -9,6 +9,7 @@ Either servers answer (`server_completions.py`), or transformers does on this ma
 import argparse
 import json
 import os
+from pathlib import Path
 
 from ..command_line import CommandParser
 from .chat_client import RetryPolicy
@@ -17,7 +18,15 @@ from .local_completions import generate_completions_locally
 from .server_completions import generate_completions_from_servers
 
 
-_LOCAL_OPTIONS = {"devices", "dtype", "max_prompt_tokens", "token_budget", "max_batch_rows", "time_limit"}
+_LOCAL_OPTIONS = {
+    "chat_template",
+    "devices",
+    "dtype",
+    "max_prompt_tokens",
+    "token_budget",
+    "max_batch_rows",
+    "time_limit",
+}
 _SERVER_OPTIONS = {"model", "concurrency", "request_options", "return_token_ids"}
 
 
@@ -35,7 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     given = {name: value for name, value in arguments.items() if value is not None}
     other = _LOCAL_OPTIONS if base_urls else _SERVER_OPTIONS
     if misplaced := sorted(given.keys() & other):
-        raise ValueError(f"--{misplaced[0]} is for {'--target' if base_urls else '--server'}.")
+        hint = " A server is given its template when it starts." if misplaced[0] == "chat_template" else ""
+        raise ValueError(f"--{misplaced[0]} is for {'--target' if base_urls else '--server'}.{hint}")
+    if "chat_template" in given:
+        given["chat_template"] = Path(given["chat_template"]).read_text(encoding="utf-8")
     if base_urls:
         manifest = generate_completions_from_servers(
             base_urls=base_urls, output_dir=given.pop("output"), retry=retry, api_key=api_key, limits=limits, **given
@@ -115,6 +127,11 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--api_key_variable", default="OPENAI_API_KEY", help="environment variable that holds the key")
 
     group = parser.add_argument_group("with --target")
+    group.add_argument(
+        "--chat_template",
+        metavar="FILE",
+        help="template the target is served with, if not its own (tokenize takes it too)",
+    )
     group.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1 (default: all)")
     group.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], help="(default: bfloat16)")
     group.add_argument("--max_prompt_tokens", type=int, help="longer prompts fail (default: 4096)")

@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .chat import THINKING_TAGS, ChatRenderer, opened_thinking
+from .chat import THINKING_TAGS, ChatRenderer, opened_thinking, require_chat_template
 from .completion_folder import CompletionFolder, ReplyLimits
 from .completion_progress import LiveTable
 from .conversations import Conversation, RowSkipped
 from .local_generation import LocalGenerator, LocalSampling, plan_generation_batches
 from .on_policy import PromptConversation, Reply
 from .prompts import count_prompts, read_prompts
-from .sources import list_sources
+from .sources import digest_of, list_sources
 
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def generate_completions_locally(
     top_k: int = 0,
     seed: int = 0,
     enable_thinking: bool | None = None,
+    chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     max_rows: int | None = None,
     time_limit: float | None = None,
@@ -89,6 +90,8 @@ def generate_completions_locally(
             See [`~data.local_generation.LocalSampling`]. Greedy by default.
         enable_thinking (`bool`, *optional*):
             For the chat template; `None` leaves it to the template.
+        chat_template (`str`, *optional*):
+            The template as text, if the target is served with another than its own. Tokenizing takes the same one.
         chat_template_kwargs (`dict`, *optional*):
             Further variables for the chat template.
         max_rows (`int`, *optional*):
@@ -106,7 +109,7 @@ def generate_completions_locally(
     Raises:
         [`~data.completion_folder.RepliesRefused`]: the replies are useless.
         `FileNotFoundError`: there are no such prompts.
-        `ValueError`: an option is out of range, or the folder holds another run.
+        `ValueError`: an option is out of range, there is no chat template, or the folder holds another run.
     """
     import torch
 
@@ -125,6 +128,9 @@ def generate_completions_locally(
         if not isinstance(model, str):
             raise ValueError("A model in memory needs its tokenizer: give tokenizer=.")
         tokenizer = _load_tokenizer(model)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    require_chat_template(tokenizer)
     eos_token_ids = _end_of_sequence_ids(model, tokenizer)
     template_options = dict(chat_template_kwargs or {})
     if enable_thinking is not None:
@@ -143,6 +149,8 @@ def generate_completions_locally(
         "seed": seed,
         "chat_template_kwargs": template_options,
     }
+    if chat_template is not None:
+        options["chat_template_digest"] = digest_of(chat_template)
     sources = list_sources(prompts, endpoint_url=endpoint_url)
     with (
         CompletionFolder(
