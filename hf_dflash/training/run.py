@@ -14,6 +14,7 @@ import difflib
 import json
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ class JobArguments:
         max_short_share, max_reply_share, min_supervised_share (`float`, *optional*): gates that the training set must pass,
             see [`~data.dataset_gates.DatasetGates`].
         enable_thinking (`bool`, *optional*): passed to the chat template, as serving does; the template's default if not given.
+        chat_template (`str`, *optional*): file of the template that the target was served with, if not its own.
         drafter (`str`, *optional*): a drafter to go on from, ours or another project's; a new one is made if not given.
         init_from_target (`bool`, *optional*, defaults to `False`): see [`initialize_from_target`].
         lora_rank (`int`, *optional*): train a LoRA adapter of this rank on `drafter`.
@@ -73,6 +75,9 @@ class JobArguments:
     max_length: int = field(default=4096, metadata={"help": "Longest sample in tokens; longer replies are cut."})
     enable_thinking: bool | None = field(
         default=None, metadata={"help": "Passed to the chat template, as serving does; its own default if not given."}
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "File of the template that the target was served with, if not its own."}
     )
     max_short_share: float = field(
         default=DatasetGates.max_short_share,
@@ -276,12 +281,14 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
     if args.process_index == 0:
         # Held-out sets are small and chosen: shares say little about them.
         gates = job.gates if name == "train" else None
+        template = Path(job.chat_template).read_text(encoding="utf-8") if job.chat_template is not None else None
         tokenize_completions(
             sources,
             job.target,
             folder,
             max_length=job.max_length,
             enable_thinking=job.enable_thinking,
+            chat_template=template,
             gates=gates,
         )
     # Not `main_process_first`: tokenizing a corpus takes longer than a collective may.

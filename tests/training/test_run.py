@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""What `hf-dflash train` leaves behind when it fails before it trains."""
+"""What `hf-dflash train` does before it trains, and leaves behind when it fails there."""
 
 import gzip
 import json
@@ -12,6 +12,7 @@ import pytest
 import hf_dflash.training.run as run
 from hf_dflash import DFlashForSpeculation
 from hf_dflash.data import tokenization
+from hf_dflash.data.sources import digest_of
 from hf_dflash.training.plan import main as plan
 
 
@@ -51,12 +52,23 @@ def arguments(tmp_path):
         (f"--init_from_target --drafter {POCKET}", "--init_from_target.*--drafter"),
         (f"--drafter {POCKET}", "can be imported"),
         ("--max_length 1", "max_length"),
+        ("--chat_template nowhere.jinja", "nowhere.jinja"),
     ],
 )
 def test_a_mistake_that_can_be_seen_at_once_leaves_nothing_behind(mistake, message, arguments, tmp_path):
     with pytest.raises((ValueError, OSError), match=message):
         run.main([*arguments, *mistake.split()])
     assert not (tmp_path / "out").exists()
+
+
+def test_completions_are_read_with_the_template_that_the_target_was_served_with(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "run_job", run.make_trainer)
+    template = tmp_path / "template.jinja"
+    own = (POCKET / "chat_template.jinja").read_text(encoding="utf-8")
+    template.write_text("{# another one #}" + own, encoding="utf-8")
+    assert run.main([*arguments, "--chat_template", str(template)]) == 0
+    manifest = json.loads((tmp_path / "out" / "run" / "dataset" / "train" / "manifest.json").read_text())
+    assert manifest["tokenizer"]["chat_template_digest"] == digest_of(template.read_text(encoding="utf-8"))
 
 
 def test_data_that_is_refused_gives_way_to_what_was_mended(arguments, tmp_path, monkeypatch):
