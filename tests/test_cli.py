@@ -76,7 +76,10 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("is_script", [True, False])
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("monitor", "--help"), ("tokenize", "--help")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("--version",), *((name, "--help") for name in ("mix", "generate", "tokenize", "check", "monitor"))],
+)
 def test_what_needs_no_torch_starts_without(arguments, is_script, script):
     out, modules = modules_of(*arguments, script=script if is_script else None)
     assert "hf_dflash" in modules

@@ -14,7 +14,6 @@ from pathlib import Path
 from ..command_line import CommandParser
 from .chat_client import RetryPolicy
 from .completion_folder import ReplyLimits
-from .local_completions import generate_completions_locally
 from .server_completions import generate_completions_from_servers
 
 
@@ -53,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
             base_urls=base_urls, output_dir=given.pop("output"), retry=retry, api_key=api_key, limits=limits, **given
         )
     else:
+        # Here, because it imports torch, which neither servers nor `--help` need.
+        from .local_completions import generate_completions_locally
+
         manifest = generate_completions_locally(model=target, output_dir=given.pop("output"), limits=limits, **given)
     counts = manifest["counts"]
     print(
