@@ -7,6 +7,7 @@ and a PNG beside it.
 """
 
 import argparse
+import gzip
 import json
 import sys
 import time
@@ -220,15 +221,16 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[dict]:
     Args:
         path (`str` or `Path`): one object a line with `messages` (a conversation that ends with a user turn), `turns` (user
             messages, each answered before the next is asked) or `prompt` (one user message); `id` and `domain` (or `source`)
-            are used where they exist.
+            are used where they exist. Compressed if it ends with `.gz`.
         limit (`int`, *optional*): the first so many rows.
 
     Raises:
         `ValueError`: for an empty file, and for a row that is none of these, naming file and line.
     """
     path = Path(path)
+    name = Path(path.name.removesuffix(".gz")).stem
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -236,14 +238,14 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[dict]:
                 break
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
             where = f"{path}, line {number}"
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: a row is an object, this is a {type(row).__name__}.")
             _read_turns(row, where)
-            domain = row.get("domain") or row.get("source") or path.stem
-            rows.append({**row, "id": str(row.get("id", f"{path.stem}:{number}")), "domain": domain})
+            domain = row.get("domain") or row.get("source") or name
+            rows.append({**row, "id": str(row.get("id", f"{name}:{number}")), "domain": domain})
     if not rows:
         raise ValueError(f"{path} holds no prompts: give one JSON object a line with `messages`, `turns` or `prompt`.")
     return rows

@@ -1,5 +1,6 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import gzip
 import json
 import sys
 
@@ -193,6 +194,16 @@ def test_rows_get_ids_and_domains(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "id": 7, "source": "mt_bench/stem"}\n')
     rows = load_prompts(path)
     assert [(row["id"], row["domain"]) for row in rows] == [("gsm8k:1", "gsm8k"), ("7", "mt_bench/stem")]
+    compressed = tmp_path / "gsm8k.jsonl.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert load_prompts(compressed) == rows
+
+
+def test_a_prompt_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}'))
+    with pytest.raises(ValueError, match="prompts.jsonl, line 1: not JSON"):
+        load_prompts(path)
 
 
 def test_first_difference_counts_the_end_of_the_shorter_sequence():
