@@ -43,7 +43,10 @@ def compile_decoder(decoder: nn.Module, *, dynamic: bool = True, backend: str = 
         `bool`: whether anything was compiled: a model that is spread over several devices is left as it is, for its layers
         move tensors about, and one that is compiled already too, here or elsewhere.
     """
-    if any(hasattr(layer, "_hf_hook") or not isinstance(layer.forward, MethodType) for layer in decoder.layers):
+    norm = getattr(decoder, "norm", None)
+    compiled = [*decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]
+    mixers = [module for layer in decoder.layers for module in layer.modules() if _is_any_gated_delta_net(module)]
+    if any(hasattr(module, "_hf_hook") or not isinstance(module.forward, MethodType) for module in compiled + mixers):
         logger.warning(
             "A target that is spread over several devices, or with a `forward` of its own in a layer, runs as it is."
         )
@@ -51,18 +54,20 @@ def compile_decoder(decoder: nn.Module, *, dynamic: bool = True, backend: str = 
     if any(hasattr(layer.forward, "uncompiled") for layer in decoder.layers):
         return False
     delta_rule = delta_rule or load_delta_rule()
-    for layer in decoder.layers:
-        for module in layer.modules():
-            if is_gated_delta_net(module):
-                if delta_rule is not None:
-                    join_projections(module)
-                _replace_forward(module, _mixing, delta_rule, dynamic, backend)
-            elif "gateddeltanet" in type(module).__name__.lower():
-                _replace_forward(module, _uncompiled)
-        _replace_forward(layer, _compiled_without_cache, dynamic, backend)
-    if isinstance(getattr(decoder, "norm", None), nn.Module):
-        _replace_forward(decoder.norm, _compiled_without_cache, dynamic, backend)
+    for mixer in mixers:
+        if is_gated_delta_net(mixer):
+            if delta_rule is not None:
+                join_projections(mixer)
+            _replace_forward(mixer, _mixing, delta_rule, dynamic, backend)
+        else:
+            _replace_forward(mixer, _uncompiled)
+    for module in compiled:
+        _replace_forward(module, _compiled_without_cache, dynamic, backend)
     return True
+
+
+def _is_any_gated_delta_net(module: nn.Module) -> bool:
+    return is_gated_delta_net(module) or "gateddeltanet" in type(module).__name__.lower()
 
 
 def _replace_forward(module: nn.Module, make_function: Callable, *options) -> None:

@@ -3,6 +3,7 @@
 """The compiled target, by a backend that runs the captured graphs as they are."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -158,10 +159,22 @@ def test_a_second_time_and_spread_over_devices_nothing_is_compiled(caplog):
     spread.layers[1]._hf_hook = object()
     compiled_elsewhere = make_target("qwen3").get_decoder()
     compiled_elsewhere.layers[1].forward = torch.compile(compiled_elsewhere.layers[1].forward, backend="eager")
-    for decoder in (spread, compiled_elsewhere):
+    norm_compiled_elsewhere, spread_behind_the_layers = (make_target("qwen3").get_decoder() for _ in range(2))
+    norm_compiled_elsewhere.norm.forward = torch.compile(norm_compiled_elsewhere.norm.forward, backend="eager")
+    spread_behind_the_layers.norm._hf_hook = object()
+    mixer_of_its_own = make_target("qwen3_5").get_decoder()
+    mixer_of_its_own.layers[0].linear_attn.forward = partial(mixer_of_its_own.layers[0].linear_attn.forward)
+    for decoder in (
+        spread,
+        compiled_elsewhere,
+        norm_compiled_elsewhere,
+        spread_behind_the_layers,
+        mixer_of_its_own,
+    ):
         caplog.clear()
         assert not compile_decoder(decoder, backend="eager")
         assert "several devices" in caplog.text
+        assert not any(hasattr(layer.forward, "uncompiled") for layer in decoder.layers)
 
 
 def test_only_mixers_with_all_parts_of_qwen3_5_are_taken_for_one():
