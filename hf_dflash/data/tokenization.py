@@ -290,7 +290,9 @@ def _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disab
     sources = [Source(**source) for source in manifest["sources"]]
     # Large ones first: those that are left for the end, when not all workers have one, are small.
     sizes = [sum(size_of(Part(**part), sources) for part in unit) for unit in manifest["units"]]
-    todo = [index for index in range(len(sizes)) if not unit_path(output_dir, index, ".json").exists()]
+    counts = [unit_path(output_dir, index, ".json") for index in range(len(sizes))]
+    todo = [index for index, path in enumerate(counts) if not path.exists()]
+    num_samples = sum(json.loads(path.read_text())["samples"] for path in counts if path.exists())
     todo.sort(key=lambda index: -sizes[index])
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), max(1, len(todo)))
     with ProgressBar(
@@ -302,8 +304,9 @@ def _run_units(output_dir, manifest, tokenizer, num_workers, endpoint_url, disab
         disable=disable_tqdm,
     ) as bar:
         for index, samples in process_units(todo, (str(output_dir), manifest, tokenizer, endpoint_url), num_workers):
+            num_samples += samples
+            bar.set_postfix(samples=num_samples, refresh=False)
             bar.update(sizes[index])
-            bar.set_postfix(samples=samples, refresh=False)
 
 
 # ---- the dataset

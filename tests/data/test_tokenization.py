@@ -9,6 +9,7 @@ from tiny_tokenizers import CHATML_TEMPLATE, THINKING_TEMPLATE, make_tokenizer
 
 from hf_dflash.atomic_files import locked_folder
 from hf_dflash.data import sources as sources_module
+from hf_dflash.data import unit_workers
 from hf_dflash.data.chat import ChatRenderer, render_conversation
 from hf_dflash.data.tokenization import tokenize_completions
 from hf_dflash.data.unit_tokenization import UnitTokenizer, row_origin
@@ -78,6 +79,27 @@ def test_the_result_does_not_depend_on_how_the_work_is_cut_and_spread(tokenizer,
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "spread" / name).read_bytes()
     skipped = [json.loads(line) for line in (tmp_path / "parts" / "skipped.jsonl").read_text().splitlines()]
     assert [(entry["line"], entry["reason"]) for entry in skipped] == [(102, "bad_json")]
+
+
+def test_the_bar_counts_the_samples_of_all_units_and_those_of_a_stopped_run(tokenizer, tmp_path, monkeypatch, capsys):
+    source = write_lines(tmp_path / "a.jsonl", [conversation(number) for number in range(50)])
+    monkeypatch.setattr(sources_module, "MIN_UNIT_BYTES", 2000)
+    done = []
+
+    class Interrupted(UnitTokenizer):
+        def process(self, index):
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            done.append(index)
+            return super().process(index)
+
+    options = {"num_workers": 1, "gates": None, "disable_tqdm": False}
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(unit_workers, "UnitTokenizer", Interrupted)
+        tokenize_completions(source, tokenizer, tmp_path / "out", **options)
+    capsys.readouterr()
+    assert len(tokenize_completions(source, tokenizer, tmp_path / "out", **options)) == 50
+    assert "samples=50]" in capsys.readouterr().err
 
 
 def test_rows_that_came_with_tokens_pass_through(tokenizer, tmp_path):
