@@ -338,7 +338,9 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.loss_weighting == "dpace" and self.loss_type != "ce":
             raise ValueError("`--loss_weighting dpace` is made of cross-entropies: use `--loss_type ce`.")
         if self.head_fp8 and self.loss_type != "ce":
-            raise ValueError(f"`--head_fp8` is for `--loss_type ce`, not {self.loss_type}.")
+            raise ValueError(
+                f"`--head_fp8` is for `--loss_type ce`, not {self.loss_type}: `--head_fp8 false`, where a recipe sets it."
+            )
         if self.labels == "data" and self.loss_type != "ce":
             raise ValueError(
                 f"`--loss_type {self.loss_type}` learns the target's distribution, which `--labels data` has none of: "

@@ -73,7 +73,7 @@ def test_every_option_of_ours_can_be_given_on_the_command_line_and_is_documented
         ({"dpace_alpha": 1.5}, "--dpace_alpha"),
         ({"loss_weighting": "dpace", "loss_type": "kl"}, "--loss_type ce"),
         ({"labels": "data", "loss_type": "kl"}, "--labels target"),
-        ({"head_fp8": True, "loss_type": "lk"}, "--head_fp8"),
+        ({"head_fp8": True, "loss_type": "lk"}, "--head_fp8 false"),
     ],
 )
 def test_unusable_options_are_refused_by_their_flag(options, message, tmp_path):
