@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         `int`: The exit status: 0, or 2 after a mistake that the message explains, or what the command returned.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = os.environ.get("HF_DFLASH_DEBUG", "0") not in ("", "0") or "--debug" in argv
+    debug = "--debug" in argv
     argv = [argument for argument in argv if argument != "--debug"]
 
     if not argv or argv[0] in ("-h", "--help"):
@@ -64,22 +65,49 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     module, function, _ = COMMANDS[command]
-    try:
+
+    def run(arguments: list[str]) -> int | None:
         if not module.startswith(_WITHOUT_DRAFTERS):
             importlib.import_module("hf_dflash").register_auto_classes()
-        return getattr(importlib.import_module(module), function)(arguments) or 0
+        return getattr(importlib.import_module(module), function)(arguments)
+
+    return explain_mistakes(f"hf-dflash {command}", run, arguments, debug, "run with --debug for the traceback")
+
+
+def explain_mistakes(
+    name: str,
+    run: Callable[[list[str]], int | None],
+    arguments: list[str],
+    debug: bool = False,
+    hint: str = "set HF_DFLASH_DEBUG=1 for the traceback",
+) -> int:
+    """
+    Runs a command; where the user has made a mistake, says so in a line instead of a traceback.
+
+    Args:
+        name (`str`): of the command, for its messages.
+        run (`Callable`): takes the arguments, and may return an exit status.
+        arguments (`list[str]`): of the command.
+        debug (`bool`, *optional*, defaults to `False`): let errors through, as `HF_DFLASH_DEBUG=1` does.
+        hint (`str`, *optional*): how to see the traceback.
+
+    Returns:
+        `int`: The exit status.
+    """
+    try:
+        return run(arguments) or 0
     except KeyboardInterrupt:
-        print(f"hf-dflash {command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError) as error:
         # What our code raises for a user's mistake: a bad value, a file that is missing or cannot be read, an
         # optional package that is not installed.
-        if debug:
+        if debug or os.environ.get("HF_DFLASH_DEBUG", "0") not in ("", "0"):
             raise
-        print(f"hf-dflash {command}: error: {error}", file=sys.stderr)
-        for hint in _folders_that_are_not_there(arguments) if isinstance(error, OSError) else ():
-            print(hint, file=sys.stderr)
-        print("(run with --debug for the traceback)", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
+        for folder in _folders_that_are_not_there(arguments) if isinstance(error, OSError) else ():
+            print(folder, file=sys.stderr)
+        print(f"({hint})", file=sys.stderr)
         return 2
 
 

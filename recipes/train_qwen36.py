@@ -15,6 +15,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from hf_dflash.cli import explain_mistakes
 from hf_dflash.command_line import CommandParser
 from hf_dflash.training.run import parse_job, run_job
 
@@ -93,4 +94,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(explain_mistakes("train_qwen36.py", main, sys.argv[1:]))

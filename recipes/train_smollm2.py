@@ -15,6 +15,7 @@ import sys
 
 import torch
 
+from hf_dflash.cli import explain_mistakes
 from hf_dflash.training.run import parse_job, run_job
 
 
@@ -56,4 +57,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(explain_mistakes("train_smollm2.py", main, sys.argv[1:]))

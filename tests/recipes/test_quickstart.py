@@ -5,6 +5,8 @@
 import gzip
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,11 @@ def test_the_reference_jobs_help_lists_its_own_option_and_makes_nothing(tmp_path
     out = capsys.readouterr().out
     assert stop.value.code == 0 and out.startswith("usage: train_qwen36.py ") and "--test" in out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("recipe", ["train_qwen36.py", "train_smollm2.py"])
+def test_a_mistake_is_one_line_without_a_traceback(recipe):
+    command = [sys.executable, str(RECIPES / recipe), "--target", "t", "--completions", "c.jsonl", "--loss_type", "kl"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert f"{recipe}: error: " in run.stderr and "--loss_type" in run.stderr
