@@ -1,8 +1,10 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import json
+import shutil
 
 import pytest
+from tiny_models import make_target
 from tiny_tokenizers import THINKING_TEMPLATE, make_tokenizer
 
 from hf_dflash.data.check_command import main
@@ -53,10 +55,12 @@ def test_the_dataset_that_is_87_percent_empty_is_refused_by_tokenize_check_and_t
     # Starting again does not get around it.
     assert tokenize_main([str(source), "--target", str(thinking_target), "--output", str(output), "--quiet"]) == 1
 
-    # `train` stops before it looks for a model: there is none in this folder.
+    # `train` stops before it loads a model: there is but a config in this folder.
     from hf_dflash.training.run import main as train_main
 
-    train = ["--target", str(thinking_target), "--completions", str(source), "--output_dir", str(tmp_path / "drafter")]
+    target = shutil.copytree(thinking_target, tmp_path / "target")
+    make_target("qwen3", vocab_size=len(make_tokenizer()) + 1).config.save_pretrained(target)
+    train = ["--target", str(target), "--completions", str(source), "--output_dir", str(tmp_path / "drafter")]
     with pytest.raises(DatasetRefused, match=r"870 of 1,000 rows \(87\.0%\)"):
         train_main([*train, "--use_cpu", "True"])
 
