@@ -28,47 +28,47 @@ import contextlib
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from measuring import Report
-from random_training import Logs, Shapes, make_documents, make_target, make_trainer, shapes_of
+from random_training import Logs, Shapes, make_documents, make_target, make_trainer, signature, start_report
 from transformers import TrainerCallback
 
 from hf_dflash import FrozenTarget
 from hf_dflash.drafter import modeling_dflash
 
 
+@dataclass
+class Way:
+    """How a run differs from the others."""
+
+    pipeline: str
+    host_waits: bool = False
+    memory_full_of_nan: bool = False
+    beside_copies: bool = False
+
+
 WAYS = {
-    "warm-up": {"pipeline": "on"},
-    "in turn": {"pipeline": "off"},
-    "ahead": {"pipeline": "on"},
-    "in turn, again": {"pipeline": "off"},
-    "ahead, again": {"pipeline": "on"},
-    "ahead, host waits": {"pipeline": "on"},
-    "in turn, memory full of NaN": {"pipeline": "off"},
-    "in turn, beside copies": {"pipeline": "off"},
+    "warm-up": Way("on"),
+    "in turn": Way("off"),
+    "ahead": Way("on"),
+    "in turn, again": Way("off"),
+    "ahead, again": Way("on"),
+    "ahead, host waits": Way("on", host_waits=True),
+    "in turn, memory full of NaN": Way("off", memory_full_of_nan=True),
+    "in turn, beside copies": Way("off", beside_copies=True),
 }
 _NUM_MICRO_BATCHES = 4
 _NUM_SHOWN = 6
-
-
-def signature(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Of all bits, on the device; equal only if (as good as) every bit is."""
-    if tensor is None:
-        return torch.zeros((), dtype=torch.long, device=device)
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype.is_floating_point:
-        tensor = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    return tensor.sum(dtype=torch.long)
 
 
 class Recorder(TrainerCallback):
     """Signatures of whatever passes through a trainer, in order."""
 
     def __init__(self, trainer, host_waits: bool):
-        self.trainer, self.device, self.host_waits = trainer, trainer.args.device, host_waits
+        self.trainer, self.host_waits = trainer, host_waits
         self.names, self.values, self.taken = [], [], None
         pipeline = trainer.pipeline
         self.take, self.release, self.draft, self.loss = pipeline.take, pipeline.release, trainer.draft, trainer._loss
@@ -78,7 +78,7 @@ class Recorder(TrainerCallback):
 
     def note(self, name: str, tensor: torch.Tensor | None) -> None:
         self.names.append(name)
-        self.values.append(signature(tensor, self.device))
+        self.values.append(torch.zeros((), dtype=torch.long) if tensor is None else signature(tensor))
 
     def take_and_note(self):
         features, times = self.take()
@@ -178,15 +178,17 @@ def copies(source: torch.device, destination: torch.device):
         thread.join()
 
 
-def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: str, **options) -> tuple[dict, Recorder]:
-    """Trains some steps in one of `WAYS`."""
+def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: Way, **options) -> tuple[dict, Recorder]:
+    """Trains some steps in that way."""
     logs = Logs()
-    trainer = make_trainer([target], shapes, dataset, max_steps=steps, logging_steps=steps, **{**options, **WAYS[way]})
+    trainer = make_trainer(
+        [target], shapes, dataset, max_steps=steps, logging_steps=steps, pipeline=way.pipeline, **options
+    )
     trainer.add_callback(logs)
-    recorder = Recorder(trainer, host_waits="host waits" in way)
-    if "NaN" in way:
+    recorder = Recorder(trainer, way.host_waits)
+    if way.memory_full_of_nan:
         fill_free_memory(trainer.args.device)
-    beside = copies(target.device, trainer.args.device) if "copies" in way else contextlib.nullcontext()
+    beside = copies(target.device, trainer.args.device) if way.beside_copies else contextlib.nullcontext()
     began = time.perf_counter()
     with beside:
         trainer.train()
@@ -235,32 +237,22 @@ def main(argv=None) -> int:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
 
-    num_devices = 0 if arguments.tiny else torch.cuda.device_count()
-    drafter_device = "cpu" if num_devices == 0 else "cuda:0"
-    target_device = "cuda:1" if num_devices > 1 else drafter_device
-    shapes = shapes_of("tiny" if num_devices == 0 else "qwen36", arguments.layers)
-    report = Report(
-        arguments.output,
-        torch.device(drafter_device),
-        target_layers=shapes.num_target_layers,
-        devices=[drafter_device, target_device],
-        command=" ".join(["python benchmarks/bit_equality.py", *(sys.argv[1:] if argv is None else argv)]),
-    )
+    report, shapes, _, target_device = start_report("bit_equality.py", argv, arguments)
     options = {"num_anchors": arguments.num_anchors, "anchor_ratio": arguments.anchor_ratio}
     options |= {"compile_layers": arguments.compile_layers, "attention_backend": arguments.attention_backend}
     for option in arguments.kernel_options:
-        name, _, number = option.partition("=")
+        key, _, number = option.partition("=")
         for of_some_widths in (modeling_dflash.ANY_TILES, modeling_dflash.FILLED_TILES):
-            of_some_widths[name] = int(number)
+            of_some_widths[key] = int(number)
     target, dataset = make_target(shapes, target_device), make_documents(shapes, _NUM_MICRO_BATCHES)
     recorders: dict[str, Recorder] = {}
 
-    def measure(way: str) -> dict:
-        figures, recorders[way] = run(target, shapes, dataset, arguments.steps, way, **options)
-        return figures | (compare(recorders["in turn"], recorders[way]) if "in turn" in recorders else {})
+    def measure(name: str) -> dict:
+        figures, recorders[name] = run(target, shapes, dataset, arguments.steps, WAYS[name], **options)
+        return figures | (compare(recorders["in turn"], recorders[name]) if "in turn" in recorders else {})
 
-    for way in WAYS:
-        report.run(way, partial(measure, way), 240 if way == "warm-up" else 60)
+    for name in WAYS:
+        report.run(name, partial(measure, name), 240 if name == "warm-up" else 60)
     return 0
 
 

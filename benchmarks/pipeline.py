@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from measuring import Report, synchronize
-from random_training import Logs, digest, make_documents, make_target, make_trainer, shapes_of
+from random_training import Logs, digest, make_documents, make_target, make_trainer, shapes_of, start_report
 from transformers import TrainerCallback
 
 from hf_dflash import FrozenTarget
@@ -203,23 +203,12 @@ def main(argv=None) -> int:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
 
-    num_devices = 0 if arguments.tiny else torch.cuda.device_count()
-    drafter_device = "cpu" if num_devices == 0 else "cuda:0"
-    target_device = "cuda:1" if num_devices > 1 else drafter_device
-    shapes = shapes_of("tiny" if num_devices == 0 else "qwen36", arguments.layers)
-    report = Report(
-        arguments.output,
-        torch.device(drafter_device),
-        target_layers=shapes.num_target_layers,
-        token_budget=shapes.token_budget,
-        devices=[drafter_device, target_device],
-        command=" ".join(["python benchmarks/pipeline.py", *(sys.argv[1:] if argv is None else argv)]),
-    )
+    report, shapes, drafter_device, target_device = start_report("pipeline.py", argv, arguments)
     stage = Stages(report, arguments.stages)
     options = {"compile_layers": arguments.compile_layers}
     measure_speed(stage, shapes, drafter_device, target_device, 2 if arguments.tiny else arguments.steps, **options)
 
-    small = shapes_of("tiny" if num_devices == 0 else "small")
+    small = shapes_of("tiny" if drafter_device == "cpu" else "small")
     small_target, rows = make_target(small, target_device), make_documents(small, NUM_MICRO_BATCHES[small.name])
     options |= {"pipeline": "on"}
     num_steps = 10 if arguments.tiny else arguments.memory_steps

@@ -3,11 +3,13 @@
 """Training runs with random weights and random documents, for benchmarks of whole optimizer steps: the real trainer, in the
 shapes of the reference job (documents of 2,048 tokens, four to a micro-batch, seven eighths of them supervised)."""
 
+import sys
 import tempfile
 from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
+from measuring import Report
 from target_forward import QWEN36, TINY, make_model
 from transformers import TrainerCallback
 
@@ -109,9 +111,42 @@ class Logs(TrainerCallback):
             self.lines.append(dict(logs))
 
 
+def signature(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of all bits, on the tensor's device; equal only if (as good as) every bit is."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype.is_floating_point:
+        tensor = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.sum(dtype=torch.long)
+
+
 def digest(tensors) -> int:
-    """Sum of all bits, 32 by 32; equal only if (as good as) every bit is."""
-    total = 0
-    for tensor in tensors:
-        total += int(tensor.detach().float().contiguous().view(torch.int32).long().sum())
-    return total
+    """Of many tensors, on the host."""
+    return sum(int(signature(tensor)) for tensor in tensors)
+
+
+def start_report(script: str, argv: list[str] | None, arguments) -> tuple[Report, Shapes, str, str]:
+    """
+    The report of a benchmark of one target and one drafter: each on a GPU of its own where there are two, in the shapes of the
+    reference job; tiny on a CPU.
+
+    Args:
+        script (`str`): file name of the benchmark.
+        argv (`list[str]`, *optional*): its arguments, by default those of the process.
+        arguments: the parsed ones, with `tiny`, `layers` and `output`.
+
+    Returns:
+        `(report, shapes, drafter_device, target_device)`.
+    """
+    num_devices = 0 if arguments.tiny else torch.cuda.device_count()
+    drafter_device = "cpu" if num_devices == 0 else "cuda:0"
+    target_device = "cuda:1" if num_devices > 1 else drafter_device
+    shapes = shapes_of("tiny" if num_devices == 0 else "qwen36", arguments.layers)
+    report = Report(
+        arguments.output,
+        torch.device(drafter_device),
+        target_layers=shapes.num_target_layers,
+        token_budget=shapes.token_budget,
+        devices=[drafter_device, target_device],
+        command=" ".join([f"python benchmarks/{script}", *(sys.argv[1:] if argv is None else argv)]),
+    )
+    return report, shapes, drafter_device, target_device
