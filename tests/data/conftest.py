@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import pytest
 from tiny_models import make_target
-from tiny_tokenizers import CHATML_TEMPLATE, make_tokenizer
+from tiny_tokenizers import CHATML_TEMPLATE, THINKING_TEMPLATE, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -14,4 +14,12 @@ def target_folder(tmp_path_factory):
     target.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(30, 44)]
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def thinking_target(tmp_path_factory):
+    """Tokenizer and template alone: whoever loads a model from here fails."""
+    folder = tmp_path_factory.mktemp("target")
+    make_tokenizer(THINKING_TEMPLATE).save_pretrained(folder)
     return folder

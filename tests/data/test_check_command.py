@@ -14,14 +14,6 @@ from hf_dflash.data.report_rendering import describe_report
 from hf_dflash.data.tokenization import main as tokenize_main
 
 
-@pytest.fixture(scope="module")
-def thinking_target(tmp_path_factory):
-    """Tokenizer and template alone: whoever loads a model from here fails."""
-    folder = tmp_path_factory.mktemp("target")
-    make_tokenizer(THINKING_TEMPLATE).save_pretrained(folder)
-    return folder
-
-
 def completions_87_percent_empty(form, tokenizer):
     """1,000 completions of which 870 are the end of an empty thought and the end of the turn: six tokens."""
     six = tokenizer.encode("\n</think>\n\n<|im_end|>")

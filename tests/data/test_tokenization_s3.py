@@ -14,7 +14,6 @@ from pathlib import Path
 import boto3
 import pytest
 from s3_server import running_s3
-from tiny_tokenizers import THINKING_TEMPLATE, make_tokenizer
 
 from hf_dflash.data.tokenization import main, tokenize_completions
 from hf_dflash.object_store import ObjectStore
@@ -61,13 +60,6 @@ def s3(tmp_path_factory):
         yield url
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    make_tokenizer(THINKING_TEMPLATE).save_pretrained(folder)
-    return folder
-
-
 def run_and_kill(arguments, is_far_enough):
     """Runs the command in a process of its own, and kills that with SIGKILL in the middle of its work."""
     process = subprocess.Popen(
@@ -95,16 +87,27 @@ def content_of(folder):
     return files
 
 
-def test_a_run_killed_twice_ends_with_the_result_of_one_that_was_not(s3, target, tmp_path):
+def test_a_run_killed_twice_ends_with_the_result_of_one_that_was_not(s3, thinking_target, tmp_path):
     # The same objects as local files, in one go: what must come out.
     local = tmp_path / "local"
     local.mkdir()
     for number in range(NUM_OBJECTS):
         (local / f"part-{number:05d}.jsonl").write_bytes(lines_of_object(number))
-    expected = tokenize_completions(local, str(target), tmp_path / "expected", num_workers=1, disable_tqdm=True)
+    expected = tokenize_completions(
+        local, str(thinking_target), tmp_path / "expected", num_workers=1, disable_tqdm=True
+    )
 
     output = tmp_path / "output"
-    arguments = ["s3://bucket/completions/", "--target", target, "--output", output, "--num-workers", 1, "--quiet"]
+    arguments = [
+        "s3://bucket/completions/",
+        "--target",
+        thinking_target,
+        "--output",
+        output,
+        "--num-workers",
+        1,
+        "--quiet",
+    ]
     run_and_kill(arguments, lambda: len(list(output.glob("unit-*.json"))) >= 5)
     manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["status"] == "running" and len(manifest["sources"]) == NUM_OBJECTS
@@ -133,12 +136,12 @@ def test_a_run_killed_twice_ends_with_the_result_of_one_that_was_not(s3, target,
     assert (tmp_path / "downloaded" / "manifest.json").read_bytes() == (output / "manifest.json").read_bytes()
 
 
-def test_a_prefix_without_jsonl_and_an_object_that_has_changed_are_errors(s3, target, tmp_path):
+def test_a_prefix_without_jsonl_and_an_object_that_has_changed_are_errors(s3, thinking_target, tmp_path):
     with pytest.raises(FileNotFoundError, match="s3://bucket/nothing/ holds no object"):
-        tokenize_completions("s3://bucket/nothing/", str(target), tmp_path / "out", disable_tqdm=True)
+        tokenize_completions("s3://bucket/nothing/", str(thinking_target), tmp_path / "out", disable_tqdm=True)
     source = "s3://bucket/completions/part-00001.jsonl"
     options = {"num_workers": 1, "disable_tqdm": True}
-    tokenize_completions(source, str(target), tmp_path / "one", **options)
+    tokenize_completions(source, str(thinking_target), tmp_path / "one", **options)
     boto3.client("s3").put_object(Bucket="bucket", Key=source.removeprefix("s3://bucket/"), Body=lines_of_object(9))
     with pytest.raises(ValueError, match=f"changed source: {source}"):
-        tokenize_completions(source, str(target), tmp_path / "one", **options)
+        tokenize_completions(source, str(thinking_target), tmp_path / "one", **options)

@@ -7,6 +7,9 @@ does not stop at its first unsupervised token (so blocks here are fully supervis
 supervised slots (so numerators are compared).
 """
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,14 +34,13 @@ speculators = pytest.importorskip(
     reason="the outside reference is missing: `make test` installs it with `pip install --no-deps speculators==0.9.0`",
 )
 
-from speculators.config import SpeculatorsConfig, VerifierConfig  # noqa: E402
 from speculators.losses import resolve_loss_config  # noqa: E402
 from speculators.models.dflash import attention as peer_attention  # noqa: E402
 from speculators.models.dflash import core as peer_core  # noqa: E402
-from speculators.models.dflash.config import DFlashSpeculatorConfig  # noqa: E402
-from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
-from transformers import Qwen3Config  # noqa: E402
 
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+make_speculators_model = runpy.run_path(str(BENCHMARKS / "speculators_model.py"))["make_speculators_model"]
 
 pytestmark = pytest.mark.compat
 
@@ -76,34 +78,7 @@ def make_drafter(**overrides) -> DFlashForSpeculation:
 
 def make_peer(drafter: DFlashForSpeculation, target) -> torch.nn.Module:
     """speculators' drafter with the weights of ours, and the embedding, head and final norm of the target."""
-    config = drafter.config
-    layer_config = Qwen3Config(
-        **{
-            name: getattr(config, name)
-            for name in (
-                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-                "rms_norm_eps rope_parameters layer_types sliding_window max_position_embeddings"
-            ).split()
-        },
-        use_sliding_window=config.sliding_window is not None,
-    )
-    layer_config._attn_implementation = "eager"
-    peer = peer_core.DFlashDraftModel(
-        DFlashSpeculatorConfig(
-            transformer_layer_config=layer_config,
-            draft_vocab_size=config.vocab_size,
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-            aux_hidden_state_layer_ids=[layer_id + 1 for layer_id in config.target_layer_ids],
-            sliding_window_non_causal=config.is_causal is False,
-            speculators_config=SpeculatorsConfig(
-                algorithm="dflash",
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.block_size - 1)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=[]),
-            ),
-        )
-    ).eval()
+    peer = make_speculators_model(drafter.config, "cpu").eval()
     head = target.get_output_embeddings().weight
     missing, unexpected = peer.load_state_dict(
         {
