@@ -296,17 +296,12 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
     return load_from_disk(folder)
 
 
-def find_target_places(args: DFlashTrainingArguments) -> list[str]:
-    """The devices of this process's targets (DESIGN 3.10)."""
-    return place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
-
-
-def load_target(job: JobArguments, args: DFlashTrainingArguments, layer_ids: list[int]) -> list[FrozenTarget]:
-    """Loads this process's targets onto their devices."""
+def load_target(job: JobArguments, layer_ids: list[int], places: list[str]) -> list[FrozenTarget]:
+    """Loads this process's targets onto their devices (DESIGN 3.10)."""
     return load_targets(
         job.target,
         layer_ids,
-        find_target_places(args),
+        places,
         dtype=job.target_dtype,
         adapter=job.target_adapter,
         merge_adapter=job.merge_target_adapter,
@@ -363,12 +358,12 @@ def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrai
     comes first, because it is small.
     """
     check_held_out(job, args)
-    find_target_places(args)
+    places = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
     drafter = make_drafter(job, args)
     check_can_train(drafter, args)
     eval_dataset = prepare_dataset(job, args, job.eval_completions, "eval") if job.eval_completions else None
     train_dataset = prepare_dataset(job, args, job.completions, "train")
-    targets = load_target(job, args, drafter.config.target_layer_ids)
+    targets = load_target(job, drafter.config.target_layer_ids, places)
     if job.init_from_target:
         initialize_from_target(drafter, targets[0].model)
     return DFlashTrainer(
