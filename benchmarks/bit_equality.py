@@ -18,9 +18,10 @@ ahead, so that a difference between equal ways is seen too:
 - *in turn, beside copies*: copies to the drafter's device never stop, as features arrive when the target is ahead. Different: a
   kernel's result depends on how fast memory answers, which is a race inside it.
 
-Signatures (the sum of all bits) are taken on the device without a wait of the host: of features and labels as they are taken,
-and as they are released, of the blocks, of the drafter's hidden states, of the loss, and of each parameter's gradient and value.
-A report names the first signatures that differ, and says if features changed while they were read.
+Signatures (sums of all bits) are taken on the device without a wait of the host: of features and labels as they are taken, and
+as they are released, of the blocks, of what each of the drafter's layers puts out, of the loss, and of each parameter's gradient
+and value; of features and layers row by row. A report names the first signatures that differ and how many of their rows do, and
+says if features changed while they were read.
 """
 
 import argparse
@@ -75,24 +76,35 @@ class Recorder(TrainerCallback):
         pipeline.take, pipeline.release = self.take_and_note, self.release_and_note
         trainer.draft, trainer._loss = self.draft_and_note, self.loss_and_note
         trainer.add_callback(self)
+        drafter = trainer.accelerator.unwrap_model(trainer.model)
+        for name, module in [("fc", drafter.fc), ("hidden_norm", drafter.hidden_norm), ("norm", drafter.norm)] + [
+            (f"layer {i}", layer) for i, layer in enumerate(drafter.layers)
+        ]:
+            module.register_forward_hook(partial(self.note_output, f"output of {name}"))
 
-    def note(self, name: str, tensor: torch.Tensor | None) -> None:
+    def note(self, name: str, tensor: torch.Tensor | None, by_row: bool = False) -> None:
         self.names.append(name)
-        self.values.append(torch.zeros((), dtype=torch.long) if tensor is None else signature(tensor))
+        if tensor is None:
+            self.values.append(torch.zeros((), dtype=torch.long))
+        else:
+            self.values.append(row_signatures(tensor) if by_row else signature(tensor))
+
+    def note_output(self, name: str, module, arguments, output) -> None:
+        self.note(name, output, by_row=True)
 
     def take_and_note(self):
         features, times = self.take()
         if self.host_waits:
             wait_for_all_devices()
         self.taken = features
-        self.note("features, taken", features.context_hidden_states)
+        self.note("features, taken", features.context_hidden_states, by_row=True)
         self.note("labels, taken", features.label_ids)
         return features, times
 
     def release_and_note(self):
         features, self.taken = self.taken, None
         if features is not None:
-            self.note("features, released", features.context_hidden_states)
+            self.note("features, released", features.context_hidden_states, by_row=True)
             self.note("labels, released", features.label_ids)
         self.release()
 
@@ -134,8 +146,17 @@ class Recorder(TrainerCallback):
                 [value for name, value in zip(self.names, self.values, strict=True) if name == f"{what}, {moment}"]
                 for moment in ("taken", "released")
             )
-            changed |= {i for i, (one, two) in enumerate(zip(taken, released, strict=True)) if one != two}
+            changed |= {
+                i for i, (one, two) in enumerate(zip(taken, released, strict=True)) if not torch.equal(one, two)
+            }
         return len(changed)
+
+
+def row_signatures(tensor: torch.Tensor) -> torch.Tensor:
+    """[`signature`] of each row of the last dimension."""
+    tensor = tensor.detach()
+    tensor = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.sum(-1, dtype=torch.long).flatten()
 
 
 def wait_for_all_devices() -> None:
@@ -192,7 +213,7 @@ def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: Way, **o
     began = time.perf_counter()
     with beside:
         trainer.train()
-    recorder.values = [int(value) for value in recorder.values]
+    recorder.values = [value.cpu() for value in recorder.values]
     line = logs.lines[-1]
     figures = {
         "seconds": time.perf_counter() - began,
@@ -210,12 +231,21 @@ def compare(one: Recorder, other: Recorder) -> dict:
     """How many signatures differ, and which are the first."""
     if one.names != other.names:
         return {"not comparable": "other signatures were taken"}
-    differing = [i for i in range(len(one.names)) if one.values[i] != other.values[i]]
+    differing = [i for i in range(len(one.names)) if not torch.equal(one.values[i], other.values[i])]
     found = {"signatures": len(one.names), "differing": len(differing)}
     if differing:
         step = 1 + sum(name.startswith("end of step") for name in one.names[: differing[0]])
-        found |= {"first in step": step, "first": "; ".join(one.names[i] for i in differing[:_NUM_SHOWN])}
+        shown = (describe(one.names[i], one.values[i], other.values[i]) for i in differing[:_NUM_SHOWN])
+        found |= {"first in step": step, "first": "; ".join(shown)}
     return found
+
+
+def describe(name: str, one: torch.Tensor, other: torch.Tensor) -> str:
+    """Where signatures differ."""
+    if one.dim() == 0 or one.shape != other.shape:
+        return name
+    rows = (one != other).nonzero().squeeze(1)
+    return f"{name} ({len(rows)} of {len(one)} rows, {int(rows[0])} to {int(rows[-1])})"
 
 
 def main(argv=None) -> int:
