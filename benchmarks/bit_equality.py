@@ -14,6 +14,11 @@ ahead, so that a difference between equal ways is seen too:
 - *ahead*: the target computes on its own device in a thread of its own.
 - *ahead, host waits*: as before, but the host waits for all devices between the target and the drafter. Equal to *in turn* where
   *ahead* is not: some order between streams is missing.
+- *ahead, target waits*: its thread waits for its device before and after each forward pass. Equal: launches that run ahead of
+  the device go wrong.
+- *ahead, one thread at a time*: no thread is interrupted, only waits let another one go on. Equal: two threads get into each
+  other's way while they launch.
+- *ahead, by host*: features pass through the host's memory. Equal: the copy from device to device goes wrong.
 - *in turn, memory full of NaN*: free memory holds NaN. Different: a kernel reads what nobody has written.
 - *in turn, beside copies*: copies to the drafter's device never stop, as features arrive when the target is ahead. Different: a
   kernel's result depends on how fast memory answers, which is a race inside it.
@@ -21,7 +26,8 @@ ahead, so that a difference between equal ways is seen too:
 Signatures (sums of all bits) are taken on the device without a wait of the host: of features and labels as they are taken, and
 as they are released, of the blocks, of what each of the drafter's layers puts out, of the loss, and of each parameter's gradient
 and value; of features and layers row by row. A report names the first signatures that differ and how many of their rows do, and
-says if features changed while they were read.
+says if features changed while they were read. So much for the drafter's side; of the target's the same is said about what it
+reads, what each layer puts out, and features before they are sent.
 """
 
 import argparse
@@ -39,6 +45,7 @@ from transformers import TrainerCallback
 
 from hf_dflash import FrozenTarget
 from hf_dflash.drafter import modeling_dflash
+from hf_dflash.target.pipeline import FeatureRequest
 
 
 @dataclass
@@ -47,6 +54,9 @@ class Way:
 
     pipeline: str
     host_waits: bool = False
+    target_waits: bool = False
+    one_thread_at_a_time: bool = False
+    by_host: bool = False
     memory_full_of_nan: bool = False
     beside_copies: bool = False
 
@@ -58,6 +68,9 @@ WAYS = {
     "in turn, again": Way("off"),
     "ahead, again": Way("on"),
     "ahead, host waits": Way("on", host_waits=True),
+    "ahead, target waits": Way("on", target_waits=True),
+    "ahead, one thread at a time": Way("on", one_thread_at_a_time=True),
+    "ahead, by host": Way("on", by_host=True),
     "in turn, memory full of NaN": Way("off", memory_full_of_nan=True),
     "in turn, beside copies": Way("off", beside_copies=True),
 }
@@ -65,22 +78,11 @@ _NUM_MICRO_BATCHES = 4
 _NUM_SHOWN = 6
 
 
-class Recorder(TrainerCallback):
-    """Signatures of whatever passes through a trainer, in order."""
+class Notes:
+    """Named signatures, in order."""
 
-    def __init__(self, trainer, host_waits: bool):
-        self.trainer, self.host_waits = trainer, host_waits
-        self.names, self.values, self.taken = [], [], None
-        pipeline = trainer.pipeline
-        self.take, self.release, self.draft, self.loss = pipeline.take, pipeline.release, trainer.draft, trainer._loss
-        pipeline.take, pipeline.release = self.take_and_note, self.release_and_note
-        trainer.draft, trainer._loss = self.draft_and_note, self.loss_and_note
-        trainer.add_callback(self)
-        drafter = trainer.accelerator.unwrap_model(trainer.model)
-        for name, module in [("fc", drafter.fc), ("hidden_norm", drafter.hidden_norm), ("norm", drafter.norm)] + [
-            (f"layer {i}", layer) for i, layer in enumerate(drafter.layers)
-        ]:
-            module.register_forward_hook(partial(self.note_output, f"output of {name}"))
+    def __init__(self):
+        self.names, self.values = [], []
 
     def note(self, name: str, tensor: torch.Tensor | None, by_row: bool = False) -> None:
         self.names.append(name)
@@ -90,13 +92,80 @@ class Recorder(TrainerCallback):
             self.values.append(row_signatures(tensor) if by_row else signature(tensor))
 
     def note_output(self, name: str, module, arguments, output) -> None:
-        self.note(name, output, by_row=True)
+        self.note(name, output[0] if isinstance(output, tuple) else output, by_row=True)
+
+    def read(self) -> None:
+        """Brings them to the host."""
+        self.values = [value.cpu() for value in self.values]
+
+
+class TargetRecorder(Notes):
+    """Signatures of a target's forward passes, noted by the thread that runs them."""
+
+    def __init__(self, target: FrozenTarget, waits: bool):
+        super().__init__()
+        self.target, self.waits, self.run = target, waits, FeatureRequest.run
+        modules = {"norm": target.decoder.norm, "embedding": target.decoder.embed_tokens}
+        modules |= {f"layer {i}": layer for i, layer in enumerate(target.decoder.layers)}
+        self.handles = [
+            module.register_forward_hook(partial(self.note_output, f"output of the target's {name}"))
+            for name, module in modules.items()
+        ]
+        # The drafter may use the same embedding.
+        self.thread = None
+        recorder = self
+
+        def run_and_note(request, *arguments):
+            if recorder.waits:
+                wait_for_all_devices()
+            recorder.thread = threading.get_ident()
+            features = recorder.run(request, *arguments)
+            recorder.thread = None
+            recorder.note("features, before they are sent", features.context_hidden_states, by_row=True)
+            recorder.note("labels, before they are sent", features.label_ids)
+            recorder.note("end of a micro-batch", None)
+            if recorder.waits:
+                wait_for_all_devices()
+            return features
+
+        FeatureRequest.run = run_and_note
+
+    def note_output(self, name: str, module, arguments, output) -> None:
+        if self.thread == threading.get_ident():
+            super().note_output(name, module, arguments, output)
+
+    def stop(self) -> None:
+        FeatureRequest.run = self.run
+        for handle in self.handles:
+            handle.remove()
+        self.target = self.handles = None
+
+
+class Recorder(Notes, TrainerCallback):
+    """Signatures of whatever passes through a trainer."""
+
+    def __init__(self, trainer, host_waits: bool):
+        super().__init__()
+        self.host_waits, self.taken, self.samples = host_waits, None, []
+        pipeline = trainer.pipeline
+        self.take, self.release, self.draft, self.loss = pipeline.take, pipeline.release, trainer.draft, trainer._loss
+        pipeline.take, pipeline.release = self.take_and_note, self.release_and_note
+        trainer.draft, trainer._loss = self.draft_and_note, self.loss_and_note
+        trainer.add_callback(self)
+        drafter = trainer.accelerator.unwrap_model(trainer.model)
+        modules = {"fc": drafter.fc, "hidden_norm": drafter.hidden_norm, "norm": drafter.norm}
+        modules |= {f"layer {i}": layer for i, layer in enumerate(drafter.layers)}
+        for name, module in modules.items():
+            module.register_forward_hook(partial(self.note_output, f"output of {name}"))
 
     def take_and_note(self):
         features, times = self.take()
         if self.host_waits:
             wait_for_all_devices()
         self.taken = features
+        self.samples.append(
+            features.context_hidden_states[:: max(1, len(features.context_hidden_states) // 64)].float()
+        )
         self.note("features, taken", features.context_hidden_states, by_row=True)
         self.note("labels, taken", features.label_ids)
         return features, times
@@ -206,14 +275,23 @@ def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: Way, **o
         [target], shapes, dataset, max_steps=steps, logging_steps=steps, pipeline=way.pipeline, **options
     )
     trainer.add_callback(logs)
-    recorder = Recorder(trainer, way.host_waits)
+    recorder, of_target = Recorder(trainer, way.host_waits), TargetRecorder(target, way.target_waits)
+    for route in trainer.pipeline._routes:
+        route.is_direct = getattr(route, "is_direct", True) and not way.by_host
     if way.memory_full_of_nan:
         fill_free_memory(trainer.args.device)
     beside = copies(target.device, trainer.args.device) if way.beside_copies else contextlib.nullcontext()
     began = time.perf_counter()
+    interval = sys.getswitchinterval()
+    if way.one_thread_at_a_time:
+        sys.setswitchinterval(1e3)
     with beside:
         trainer.train()
-    recorder.values = [value.cpu() for value in recorder.values]
+    sys.setswitchinterval(interval)
+    of_target.stop()
+    recorder.read()
+    of_target.read()
+    recorder.samples = [sample.cpu() for sample in recorder.samples]
     line = logs.lines[-1]
     figures = {
         "seconds": time.perf_counter() - began,
@@ -223,20 +301,29 @@ def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: Way, **o
         "compiled graphs so far": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0),
     }
     # Models are large, and the recorder outlives the trainer.
-    recorder.trainer = recorder.take = recorder.release = recorder.draft = recorder.loss = None
+    recorder.take = recorder.release = recorder.draft = recorder.loss = None
+    recorder.of_target = of_target
     return figures, recorder
 
 
-def compare(one: Recorder, other: Recorder) -> dict:
+def compare_features(one: Recorder, other: Recorder) -> str:
+    """By how much features of each micro-batch differ, of a sample of tokens: the mean, by that of the features."""
+    return " ".join(
+        f"{float((first - second).abs().mean() / first.abs().mean()):.2g}" if first.shape == second.shape else "?"
+        for first, second in zip(one.samples, other.samples, strict=True)
+    )
+
+
+def compare(one: Notes, other: Notes, end: str = "end of step") -> dict:
     """How many signatures differ, and which are the first."""
     if one.names != other.names:
         return {"not comparable": "other signatures were taken"}
     differing = [i for i in range(len(one.names)) if not torch.equal(one.values[i], other.values[i])]
     found = {"signatures": len(one.names), "differing": len(differing)}
     if differing:
-        step = 1 + sum(name.startswith("end of step") for name in one.names[: differing[0]])
+        step = 1 + sum(name.startswith(end) for name in one.names[: differing[0]])
         shown = (describe(one.names[i], one.values[i], other.values[i]) for i in differing[:_NUM_SHOWN])
-        found |= {"first in step": step, "first": "; ".join(shown)}
+        found |= {"first in number": step, "first": "; ".join(shown)}
     return found
 
 
@@ -263,6 +350,7 @@ def main(argv=None) -> int:
         metavar="NAME=NUMBER",
         help="Of flex attention, in place of its own.",
     )
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="Only these, in this order.")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
@@ -279,9 +367,13 @@ def main(argv=None) -> int:
 
     def measure(name: str) -> dict:
         figures, recorders[name] = run(target, shapes, dataset, arguments.steps, WAYS[name], **options)
-        return figures | (compare(recorders["in turn"], recorders[name]) if "in turn" in recorders else {})
+        if "in turn" in recorders:
+            one, other = recorders["in turn"], recorders[name]
+            figures |= compare(one, other) | {"features differ by": compare_features(one, other)}
+            figures["the target's"] = compare(one.of_target, other.of_target, "end of a micro-batch")
+        return figures
 
-    for name in WAYS:
+    for name in arguments.ways:
         report.run(name, partial(measure, name), 240 if name == "warm-up" else 60)
     return 0
 
