@@ -19,6 +19,10 @@ def compile_function(function: Callable, **options) -> Callable:
     """`torch.compile`, with two differences: a call that meets another thread's compilation waits for its end instead of
     failing, and there may be 64 variants.
 
+    Never with `fullgraph`: while a thread is inside such a function, torch (2.11 to 2.13) lets all other threads go on
+    uncompiled behind their next graph break. A target that computed beside its drafter did so, at random, and its features
+    differed in their last bits.
+
     Args:
         function (`Callable`): is compiled when it is called for the first time, and for each further kind of arguments.
         options: of `torch.compile`.
@@ -28,6 +32,8 @@ def compile_function(function: Callable, **options) -> Callable:
     """
     from torch._dynamo.convert_frame import compile_lock
 
+    if options.get("fullgraph"):
+        raise ValueError("`fullgraph` makes other threads run uncompiled: count graph breaks in a test instead.")
     # Each kind of layer, training and evaluation, one row and several, and each device is a variant of the same code. Past
     # dynamo's limit of 8 it would go on uncompiled, where flex attention holds every score.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

@@ -137,7 +137,7 @@ def _score_by_kernel(head, projected, labels, needs_gradient):
 
 @lru_cache(maxsize=1)
 def _compiled_score():
-    return compile_function(_score, fullgraph=True, dynamic=True)
+    return compile_function(_score, dynamic=True)
 
 
 def _cross_entropy(logits, labels, needs_gradient):

@@ -110,15 +110,23 @@ FILLED_TILES = {**ANY_TILES, "IS_DIVISIBLE": True}
 
 @lru_cache(maxsize=1)
 def _compiled_flex_attention():
-    # `fullgraph`: an error where it would go on uncompiled.
-    return compile_function(flex_attention, fullgraph=True)
+    return compile_function(_flex_attention_compiled_only)
+
+
+def _flex_attention_compiled_only(*arguments, **options):
+    if not torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "Flex attention was about to run uncompiled, where it holds every score: more than 64 variants of it were compiled, "
+            "or compilation is disabled (TORCH_COMPILE_DISABLE, `torch.compiler.set_stance`)."
+        )
+    return flex_attention(*arguments, **options)
 
 
 @lru_cache(maxsize=4)
 def _compiled_call(dynamic: bool, backend: str) -> Callable:
     """One compiled function for all modules, which hands them in: equal ones share their code, and copies stay copies."""
     return compile_function(
-        lambda module, *arguments: module.compute(*arguments), fullgraph=True, dynamic=dynamic, backend=backend
+        lambda module, *arguments: module.compute(*arguments), dynamic=dynamic, backend=backend
     )
 
 

@@ -134,3 +134,57 @@ def test_modules_run_compiled_while_another_thread_compiles(monkeypatch):
         threading.Timer(0.1, end).start()
         assert torch.equal(norm(states), expected)
     assert calls
+
+
+class Inside:
+    """A backend for `torch.compile`: what it compiles waits inside, once it is told to."""
+
+    def __init__(self):
+        self.is_inside, self.may_go, self.waits = threading.Event(), threading.Event(), False
+
+    def __call__(self, graph, inputs):
+        def run(*arguments):
+            if self.waits:
+                self.is_inside.set()
+                self.may_go.wait(60)
+            return graph.forward(*arguments)
+
+        return run
+
+
+def count_compiled_pieces_beside(call, backend: Inside) -> int:
+    """How many of the two pieces of a function with a graph break run compiled while another thread is inside `call`."""
+    pieces = []
+
+    def count(graph, inputs):
+        return lambda *arguments: pieces.append(1) or graph.forward(*arguments)
+
+    function = compile_function(lambda states: torch.compiler.disable(torch.exp)(states.sin()).cos(), backend=count)
+    argument = torch.arange(4.0)
+    expected = function(argument)
+    call()
+    backend.waits = True
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert backend.is_inside.wait(60)
+    pieces.clear()
+    assert torch.equal(function(argument), expected)
+    backend.may_go.set()
+    thread.join()
+    return len(pieces)
+
+
+def test_other_threads_stay_compiled_beside_the_drafters_compiled_modules():
+    backend, states = Inside(), torch.randn(2, 8)
+    norm = modeling_dflash.DFlashRMSNorm(8, 1e-6)
+    norm.compile_options = (True, backend)
+    assert count_compiled_pieces_beside(lambda: norm(states), backend) == 2
+
+
+def test_torch_itself_runs_other_threads_uncompiled_beside_a_full_graph():
+    """Or `compile_function` may take `fullgraph`."""
+    backend = Inside()
+    compiled, states = torch.compile(torch.cos, backend=backend, fullgraph=True), torch.ones(2)
+    assert count_compiled_pieces_beside(lambda: compiled(states), backend) < 2
+    with pytest.raises(ValueError, match="fullgraph"):
+        compile_function(torch.cos, fullgraph=True)

@@ -65,7 +65,7 @@ def loss_and_gradients(drafter, embedding, batch, features):
 def test_numbers_and_gradients_are_the_same_and_nothing_is_compiled_anew_over_50_varied_batches(tiny_qwen3, embedding):
     plain = make_drafter(tiny_qwen3, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
     compiled = copy.deepcopy(plain).compile_layers(backend="eager")
-    before, known, widths = count_graphs(), None, set()
+    before, known, widths, breaks = count_graphs(), None, set(), sum(counters["graph_break"].values())
     for index in range(53):
         batch, features = make_batch(index)
         result = loss_and_gradients(compiled, embedding, batch, features)
@@ -79,6 +79,7 @@ def test_numbers_and_gradients_are_the_same_and_nothing_is_compiled_anew_over_50
             widths.add((batch.context_index.shape, batch.anchors.shape, len(features)))
     assert len(widths) > 20
     assert count_graphs() == known
+    assert sum(counters["graph_break"].values()) == breaks
 
 
 def test_layers_of_equal_shape_share_their_code(tiny_qwen3, embedding):
