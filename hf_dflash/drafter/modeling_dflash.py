@@ -125,9 +125,7 @@ def _flex_attention_compiled_only(*arguments, **options):
 @lru_cache(maxsize=4)
 def _compiled_call(dynamic: bool, backend: str) -> Callable:
     """One compiled function for all modules, which hands them in: equal ones share their code, and copies stay copies."""
-    return compile_function(
-        lambda module, *arguments: module.compute(*arguments), dynamic=dynamic, backend=backend
-    )
+    return compile_function(lambda module, *arguments: module.compute(*arguments), dynamic=dynamic, backend=backend)
 
 
 class DFlashAttention(nn.Module):

@@ -18,7 +18,8 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def round_to_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`[M, K]` -> `(e4m3 of shape [M, K], scales of shape [M, 1] in fp32)`, so that each row's largest value is the largest
     of e4m3."""
-    scales = states.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
+    # A product: where a GPU divides by a number it takes the product with its inverse, and a CPU would round otherwise.
+    scales = states.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) * (1 / _LARGEST)
     return (states.float() / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 

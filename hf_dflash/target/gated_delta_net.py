@@ -18,6 +18,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ..drafter.compilation import compile_function
+from .measured_kernels import use_measured_kernels
 
 
 _PARTS = "in_proj_qkv in_proj_z in_proj_b in_proj_a conv1d A_log dt_bias norm out_proj".split()
@@ -82,6 +83,7 @@ def load_delta_rule():
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:
         return None
+    use_measured_kernels()
     return chunk_gated_delta_rule
 
 

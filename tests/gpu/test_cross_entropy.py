@@ -68,7 +68,8 @@ def test_a_logit_that_is_not_finite_makes_its_own_loss_so_and_no_other():
 
 
 def run(head, implementation, loss_type, dtype, max_elements):
-    generator = torch.Generator("cuda").manual_seed(0)
+    # Not the head's seed: each state would be a row of it, and its distribution one token.
+    generator = torch.Generator("cuda").manual_seed(1)
     where = {"device": "cuda", "generator": generator}
     states = torch.randn(40, 7, HIDDEN, **where).to(dtype).requires_grad_()
     # Near the drafter: where two distributions do not overlap, the gradient of their total variation is rounding alone.
