@@ -3,6 +3,7 @@
 """Training runs with random weights and random documents, for benchmarks of whole optimizer steps: the real trainer, in the
 shapes of the reference job (documents of 2,048 tokens, four to a micro-batch, seven eighths of them supervised)."""
 
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -147,6 +148,6 @@ def start_report(script: str, argv: list[str] | None, arguments) -> tuple[Report
         target_layers=shapes.num_target_layers,
         token_budget=shapes.token_budget,
         devices=[drafter_device, target_device],
-        command=" ".join([f"python benchmarks/{script}", *(sys.argv[1:] if argv is None else argv)]),
+        command=shlex.join(["python", f"benchmarks/{script}", *(sys.argv[1:] if argv is None else argv)]),
     )
     return report, shapes, drafter_device, target_device
