@@ -123,7 +123,7 @@ class TargetRecorder(Notes):
             recorder.thread = None
             recorder.note("features, before they are sent", features.context_hidden_states, by_row=True)
             recorder.note("labels, before they are sent", features.label_ids)
-            recorder.note("end of a micro-batch", None)
+            recorder.note("end of micro-batch", None)
             if recorder.waits:
                 wait_for_all_devices()
             return features
@@ -279,16 +279,19 @@ def run(target: FrozenTarget, shapes: Shapes, dataset, steps: int, way: Way, **o
     for route in trainer.pipeline._routes:
         route.is_direct = getattr(route, "is_direct", True) and not way.by_host
     if way.memory_full_of_nan:
-        fill_free_memory(trainer.args.device)
+        for device in {trainer.args.device, target.device}:
+            fill_free_memory(device)
     beside = copies(target.device, trainer.args.device) if way.beside_copies else contextlib.nullcontext()
     began = time.perf_counter()
     interval = sys.getswitchinterval()
     if way.one_thread_at_a_time:
         sys.setswitchinterval(1e3)
-    with beside:
-        trainer.train()
-    sys.setswitchinterval(interval)
-    of_target.stop()
+    try:
+        with beside:
+            trainer.train()
+    finally:
+        sys.setswitchinterval(interval)
+        of_target.stop()
     recorder.read()
     of_target.read()
     recorder.samples = [sample.cpu() for sample in recorder.samples]
@@ -314,16 +317,16 @@ def compare_features(one: Recorder, other: Recorder) -> str:
     )
 
 
-def compare(one: Notes, other: Notes, end: str = "end of step") -> dict:
-    """How many signatures differ, and which are the first."""
+def compare(one: Notes, other: Notes, part: str = "step") -> dict:
+    """How many signatures differ, and which are the first, in which step (of the target: micro-batch)."""
     if one.names != other.names:
         return {"not comparable": "other signatures were taken"}
     differing = [i for i in range(len(one.names)) if not torch.equal(one.values[i], other.values[i])]
     found = {"signatures": len(one.names), "differing": len(differing)}
     if differing:
-        step = 1 + sum(name.startswith(end) for name in one.names[: differing[0]])
+        number = 1 + sum(name.startswith(f"end of {part}") for name in one.names[: differing[0]])
         shown = (describe(one.names[i], one.values[i], other.values[i]) for i in differing[:_NUM_SHOWN])
-        found |= {"first in number": step, "first": "; ".join(shown)}
+        found |= {f"first in {part}": number, "first": "; ".join(shown)}
     return found
 
 
@@ -370,7 +373,7 @@ def main(argv=None) -> int:
         if "in turn" in recorders:
             one, other = recorders["in turn"], recorders[name]
             figures |= compare(one, other) | {"features differ by": compare_features(one, other)}
-            figures["the target's"] = compare(one.of_target, other.of_target, "end of a micro-batch")
+            figures["the target's"] = compare(one.of_target, other.of_target, "micro-batch")
         return figures
 
     for name in arguments.ways:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import make_target
 from tiny_tokenizers import make_tokenizer
 
@@ -94,7 +95,6 @@ def test_a_stage_that_fails_or_takes_too_long_leaves_the_others_and_says_why(mon
     monkeypatch.syspath_prepend(str(FOLDER))
     import time
 
-    import torch
     from measuring import Report
 
     report = Report(tmp_path / "report.json", torch.device("cpu"))
@@ -128,9 +128,13 @@ def test_bit_equality_names_the_first_thing_that_differs(monkeypatch):
         made.values = values
         return made
 
-    one, other = recorder(list(range(10))), recorder([*range(8), 0, 9])
+    def rows(*values):
+        return [torch.tensor([value, 0]) for value in values]
+
+    one, other = recorder(rows(*range(10))), recorder(rows(*range(8), 0, 9))
     assert compare(one, one) == {"signatures": 10, "differing": 0}
-    assert compare(one, other) == {"signatures": 10, "differing": 1, "first in step": 2, "first": "labels, released"}
-    still = recorder([3, 4, 3, 4, 0, 5, 6, 5, 6, 0])
-    changing = recorder([3, 4, 3, 4, 0, 5, 6, 9, 8, 0])
+    first = "labels, released (1 of 2 rows, 0 to 0)"
+    assert compare(one, other) == {"signatures": 10, "differing": 1, "first in step": 2, "first": first}
+    still = recorder(rows(3, 4, 3, 4, 0, 5, 6, 5, 6, 0))
+    changing = recorder(rows(3, 4, 3, 4, 0, 5, 6, 9, 8, 0))
     assert (still.changed_while_read(), changing.changed_while_read()) == (0, 1)
