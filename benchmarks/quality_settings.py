@@ -65,6 +65,7 @@ SETTINGS = {
     },
     "speculators_lr3": {**SPECULATORS, "learning_rate": 3e-3},
     "speculators_budget8k": {**SPECULATORS, "token_budget": 8192},
+    "speculators_lr3_budget8k": {**SPECULATORS, "learning_rate": 3e-3, "token_budget": 8192},
     # AdamW with more of a learning rate, so that Muon is not compared with an untuned one.
     "dpace_lr3": DPACE | {"learning_rate": 3e-3},
     "dpace_lr6": DPACE | {"learning_rate": 6e-3},
@@ -91,6 +92,10 @@ SETTINGS = {
     # Further ways in which speculators' recipe differs.
     "muon_dpace_wd": MUON | DPACE | {"weight_decay": 0.1},
     "muon_dpace_linear": MUON | DPACE | {"lr_scheduler_type": "linear", "warmup_steps": 0.01},
+    # What the recipe takes, with the layers of all others.
+    "muon_dpace_linear_budget8k": MUON
+    | DPACE
+    | {"lr_scheduler_type": "linear", "warmup_steps": 0.01, "token_budget": 8192},
     # The loss's products in FP8.
     "muon_dpace_fp8": MUON | DPACE | {"head_fp8": True},
 }
@@ -105,6 +110,7 @@ PRIORITY = [
     *[("dpace_lr3", 0), ("muon_gamma7", 0), ("muon_gamma2", 0), ("muon_dpace_causal", 0), ("dpace_lr6", 0)],
     *[("speculators_adamw", 0), ("speculators_lr3", 0), ("muon_dpace", 2), ("speculators", 2), ("base", 1)],
     *[("muon_dpace_linear", 1), ("muon_dpace_budget8k", 1), ("speculators_budget8k", 0)],
+    *[("muon_dpace_linear_budget8k", 0), ("speculators_lr3_budget8k", 0), ("speculators_budget8k", 1)],
     *[("speculators_tuned", 2), ("muon_dpace_even", 2), ("muon", 1), ("dpace", 1)],
 ]
 
