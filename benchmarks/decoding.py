@@ -11,6 +11,9 @@ ways come first: the others (`--also`) begin once these have had all prompts, or
 anew after each way of each prompt; where the time ends, what is there is the result, and ways are compared over the prompts
 that they share.
 
+Ours leaves out cuDNN's attention, which plans each new length for some 50 ms of the host; with `--without-cudnn-attention` all ways
+do, and what is left is the difference between the ways.
+
 Greedy output that differs from plain decoding is counted (in bf16 other kernels round otherwise), with the difference between
 the target's logits of the two tokens where they first part. Beside it, for every way and for plain decoding itself, the
 tokens that one pass over the whole text would not have chosen, and by how much. `--tiny` checks the script on random models,
@@ -59,8 +62,11 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--also", nargs="*", default=[], choices=FURTHER_WAYS, help="further ways, in this order")
+    parser.add_argument("--without-cudnn-attention", action="store_true", help="in all ways")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    if args.without_cudnn_attention:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     run = Run(args)
     run.decode_all()
     report = run.report()

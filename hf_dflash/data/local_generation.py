@@ -123,6 +123,7 @@ def generate_replies(
     """
     from transformers import DynamicCache
 
+    from ..decoding.attention_kernels import without_cudnn_attention
     from ..decoding.target_cache import name_of_cache
 
     device = model.device
@@ -145,14 +146,15 @@ def generate_replies(
     cache_name = name_of_cache(model)
     num_written = 0
     while True:
-        logits = model(
-            input_ids=input_ids,
-            attention_mask=mask[:, : longest + num_written],
-            position_ids=position_ids,
-            **{cache_name: cache},
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        with without_cudnn_attention(device):
+            logits = model(
+                input_ids=input_ids,
+                attention_mask=mask[:, : longest + num_written],
+                position_ids=position_ids,
+                **{cache_name: cache},
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
         tokens = choose(logits)
         written[rows, num_written] = tokens
         num_written += 1
