@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -72,6 +73,20 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path):
     for path in (ROOT / "hf_dflash").rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             assert str(path.relative_to(ROOT)) in shipped
+
+
+def test_a_source_distribution_holds_what_its_readme_links_to_and_what_its_tests_read(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], cwd=ROOT, check=True
+    )
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        shipped = {path for name in archive.getnames() for path in Path(name.partition("/")[2]).parents}
+        shipped |= {Path(name.partition("/")[2]) for name in archive.getnames()}
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    read_by_tests = ["pyproject.toml", "Makefile", "CHANGELOG.md", "docs/write_options.py"]
+    assert not {Path(name) for name in [*links, *read_by_tests]} - shipped
 
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=str)
