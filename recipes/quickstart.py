@@ -9,7 +9,6 @@ Without arguments: the pocket target of recipes/pocket and the completions that 
 `hf-dflash train --help` can be given. A second start goes on where the first one stopped, and reuses what is done.
 """
 
-import gzip
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from hf_dflash.atomic_files import replacing, write_json
+from hf_dflash.data.sources import open_jsonl
 from hf_dflash.evaluation.benchmark import measure_acceptance
 from hf_dflash.training.curves import plot_curves
 from hf_dflash.training.run import make_trainer, parse_job, train_and_save
@@ -33,10 +33,6 @@ MAX_NEW_TOKENS = 128
 MAX_EVAL_ROWS = 60
 
 
-def open_text(path: str):
-    return gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8")
-
-
 def hold_out(path: str, output_dir: str) -> tuple[str, str]:
     """Splits completions: every twentieth row (200 at most) is held out.
 
@@ -44,20 +40,20 @@ def hold_out(path: str, output_dir: str) -> tuple[str, str]:
         `(train, heldout)`: two JSONL files in `output_dir`.
     """
     os.makedirs(output_dir, exist_ok=True)
-    with open_text(path) as file:
+    with open_jsonl(path) as file:
         lines = [line for line in file if line.strip()]
     heldout = set(range(0, len(lines), 20)[:200])
     paths = []
     for name, chosen in (("train", False), ("heldout", True)):
         paths.append(os.path.join(output_dir, f"completions_{name}.jsonl"))
-        with replacing(Path(paths[-1])) as file:
+        with replacing(Path(paths[-1]), "wb") as file:
             file.writelines(line for i, line in enumerate(lines) if (i in heldout) == chosen)
     return paths[0], paths[1]
 
 
 def read_prompts(path: str, limit: int) -> list[dict]:
     """The conversations of held-out completions up to their last user turn, spread over the file."""
-    with open_text(path) as file:
+    with open_jsonl(path) as file:
         rows = [json.loads(line) for line in file if line.strip()]
     prompts = []
     for row in rows[:: max(1, len(rows) // limit)][:limit]:

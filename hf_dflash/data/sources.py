@@ -95,11 +95,11 @@ def list_sources(
     Args:
         sources (`str` or `list[str]`):
             JSONL files, folders (searched for `.jsonl`, `.ndjson` and their `.gz`), globs, `s3://bucket/prefix`, or
-            `hub://name` (also `hub://name/config`) for a dataset on the Hub.
+            `hub://name` (also `hub://name/config`, and `hub://name#split`) for a dataset on the Hub.
         endpoint_url (`str`, *optional*):
             Address of the object store, if not Amazon's.
         split (`str`, *optional*, defaults to `"train"`):
-            Split of a Hub dataset.
+            Split of a Hub dataset that names none.
         known (`Iterable[Source]`, *optional*, defaults to `()`):
             What is known from an earlier run: a file of the same size and modification time is not read again.
 
@@ -243,8 +243,9 @@ def _list_objects(uri: str, endpoint_url: str | None) -> list[Source]:
 
 
 def _describe_hub_dataset(uri: str, split: str) -> Source:
-    dataset = load_hub_dataset(f"{uri}#{split}")
-    return Source(f"{uri}#{split}", len(dataset), dataset._fingerprint)
+    uri = uri if "#" in uri else f"{uri}#{split}"
+    dataset = load_hub_dataset(uri)
+    return Source(uri, len(dataset), dataset._fingerprint)
 
 
 @functools.lru_cache(maxsize=1)
@@ -274,7 +275,7 @@ def read_rows(source: Source, part: Part, *, endpoint_url: str | None = None) ->
         for row in range(part.start, part.end):
             yield row + 1, dataset[row]
         return
-    with _open(source.uri, endpoint_url) as file:
+    with open_jsonl(source.uri, endpoint_url=endpoint_url) as file:
         if part.start:
             file.seek(part.start)
         # An object or a compressed file is one part. Its size is not that of the text in it, so it is read to its end.
@@ -311,14 +312,15 @@ def read_all_rows(sources: list[Source], *, endpoint_url: str | None = None) -> 
                     yield f"{source.uri}:{line}", content
 
 
-def _open(uri: str, endpoint_url: str | None) -> IO[bytes]:
-    if is_object_uri(uri):
-        file = tempfile.TemporaryFile()
-        _store(endpoint_url).download_to(uri, file)
-        file.seek(0)
-    else:
-        file = open(uri, "rb")
-    return gzip.GzipFile(fileobj=file) if uri.endswith(".gz") else file
+def open_jsonl(uri: str | os.PathLike, *, endpoint_url: str | None = None) -> IO[bytes]:
+    """Opens a file or an object to read its lines; they are decompressed if its name ends with `.gz`."""
+    is_compressed = str(uri).endswith(".gz")
+    if not is_object_uri(uri):
+        return gzip.open(uri, "rb") if is_compressed else open(uri, "rb")
+    file = tempfile.TemporaryFile()
+    _store(endpoint_url).download_to(uri, file)
+    file.seek(0)
+    return gzip.GzipFile(fileobj=file) if is_compressed else file
 
 
 def digest_of(value) -> str:

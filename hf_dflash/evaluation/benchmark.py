@@ -7,7 +7,6 @@ and a PNG beside it.
 """
 
 import argparse
-import gzip
 import json
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 import transformers
 
 from ..command_line import CommandParser
+from ..data.sources import open_jsonl
 from ..decoding.speculative import speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
 from ..progress import ProgressBar
@@ -230,7 +230,7 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[dict]:
     path = Path(path)
     name = Path(path.name.removesuffix(".gz")).stem
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with open_jsonl(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

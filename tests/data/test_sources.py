@@ -57,3 +57,14 @@ def test_a_hub_dataset_is_cut_as_if_its_rows_were_text():
     rows = [part.end - part.start for (part,) in units]
     assert rows[0] == sources_module.MAX_UNIT_BYTES // row and rows[-2] == sources_module.MIN_UNIT_BYTES // row
     assert rows == sorted(rows, reverse=True)
+
+
+def test_a_hub_dataset_may_name_its_split(tmp_path, monkeypatch):
+    # A folder of data files stands for the Hub.
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "hub").mkdir()
+    for split, rows in (("train", 3), ("test", 2)):
+        (tmp_path / "hub" / f"{split}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * rows)
+    name = f"hub://{tmp_path / 'hub'}"
+    sizes = {source.uri: source.size for source in list_sources([name, f"{name}#test"])}
+    assert sizes == {f"{name}#train": 3, f"{name}#test": 2}

@@ -2,12 +2,12 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """The whole way through a real S3 server on loopback: list, tokenize, kill -9, go on, upload, kill -9, go on."""
 
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import boto3
 import pytest
 from s3_server import running_s3
 
+from hf_dflash.data.sources import open_jsonl
 from hf_dflash.data.tokenization import main, tokenize_completions
 from hf_dflash.object_store import ObjectStore
 
@@ -60,23 +61,16 @@ def s3(tmp_path_factory):
         yield url
 
 
-def run_and_kill(arguments, is_far_enough):
-    """Runs the command in a process of its own, and kills that with SIGKILL in the middle of its work."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hf_dflash.cli", "tokenize", *map(str, arguments)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+def run_until_killed(moment, number, arguments):
+    """Runs the command in a process of its own, which dies in the middle of its work: see dying_tokenize.py."""
+    script = Path(__file__).with_name("dying_tokenize.py")
+    done = subprocess.run(
+        [sys.executable, str(script), moment, str(number), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
     )
-    deadline = time.time() + 200
-    while not is_far_enough():
-        assert process.poll() is None, process.stderr.read().decode()[-2000:]
-        assert time.time() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
 
 
 def content_of(folder):
@@ -87,6 +81,7 @@ def content_of(folder):
     return files
 
 
+@pytest.mark.timeout(1800)
 def test_a_run_killed_twice_ends_with_the_result_of_one_that_was_not(s3, thinking_target, tmp_path):
     # The same objects as local files, in one go: what must come out.
     local = tmp_path / "local"
@@ -108,17 +103,19 @@ def test_a_run_killed_twice_ends_with_the_result_of_one_that_was_not(s3, thinkin
         1,
         "--quiet",
     ]
-    run_and_kill(arguments, lambda: len(list(output.glob("unit-*.json"))) >= 5)
+    run_until_killed("unit", 5, arguments)
     manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["status"] == "running" and len(manifest["sources"]) == NUM_OBJECTS
     done = {path: path.stat().st_mtime_ns for path in output.glob("unit-*.arrow")}
-    assert 5 <= len(done) < len(manifest["units"])
+    assert len(done) == 5 < len(manifest["units"])
+    assert list(output.glob("unit-*.arrow.*.partial"))
 
     # Going on, with another number of workers, and killed again while uploading.
     store = ObjectStore()
     arguments += ["--upload-to", "s3://bucket/tokenized"]
     arguments[arguments.index("--num-workers") + 1] = 2
-    run_and_kill(arguments, lambda: len(store.list_objects("s3://bucket/tokenized/")) >= 3)
+    run_until_killed("upload", 3, arguments)
+    assert len(store.list_objects("s3://bucket/tokenized/")) >= 3
     assert not store.exists("s3://bucket/tokenized/manifest.json")  # its presence says that all is there
     assert all(path.stat().st_mtime_ns == time for path, time in done.items())  # not done again
 
@@ -134,6 +131,12 @@ def test_a_run_killed_twice_ends_with_the_result_of_one_that_was_not(s3, thinkin
     store.download_folder("s3://bucket/tokenized", tmp_path / "downloaded")
     assert content_of(tmp_path / "downloaded") == content_of(output)
     assert (tmp_path / "downloaded" / "manifest.json").read_bytes() == (output / "manifest.json").read_bytes()
+
+
+def test_a_compressed_object_is_read_as_the_lines_that_were_compressed(s3):
+    boto3.client("s3").put_object(Bucket="bucket", Key="packed/a.jsonl.gz", Body=gzip.compress(lines_of_object(3)))
+    with open_jsonl("s3://bucket/packed/a.jsonl.gz") as file:
+        assert file.read() == lines_of_object(3)
 
 
 def test_a_prefix_without_jsonl_and_an_object_that_has_changed_are_errors(s3, thinking_target, tmp_path):
