@@ -31,6 +31,10 @@ COMMANDS = {
     "verify": ("hf_dflash.hub.verify", "main", "check that a saved or published drafter works"),
 }
 
+# Commands with an option `--debug VALUE`, that of `TrainingArguments`. They take no words but options and their values, so what
+# follows `--debug` tells the two apart.
+_WITH_DEBUG_OPTION = ("plan", "train")
+
 # Packages whose commands read no drafter, so that some of them need no torch.
 _WITHOUT_DRAFTERS = ("hf_dflash.data.", "hf_dflash.monitor.")
 
@@ -43,14 +47,13 @@ def main(argv: list[str] | None = None) -> int:
 
     Args:
         argv (`list[str]`, *optional*, defaults to `sys.argv[1:]`):
-            The command and its arguments. `--debug` may stand before the command or after it.
+            The command and its arguments. `--debug` (without a value) may stand before the command or after it.
 
     Returns:
         `int`: The exit status: 0, or 2 after a mistake that the message explains, or what the command returned.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in argv
-    argv = [argument for argument in argv if argument != "--debug"]
+    debug, argv = _take_debug(argv)
 
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
@@ -72,6 +75,19 @@ def main(argv: list[str] | None = None) -> int:
         return getattr(importlib.import_module(module), function)(arguments)
 
     return explain_mistakes(f"hf-dflash {command}", run, arguments, debug, "run with --debug for the traceback")
+
+
+def _take_debug(argv: list[str]) -> tuple[bool, list[str]]:
+    """Whether tracebacks are asked for, and the arguments without that."""
+    command = next((argument for argument in argv if argument != "--debug"), None)
+    kept, debug = [], False
+    for index, argument in enumerate(argv):
+        has_value = index + 1 < len(argv) and not argv[index + 1].startswith("-")
+        if argument == "--debug" and not (command in _WITH_DEBUG_OPTION and command in argv[:index] and has_value):
+            debug = True
+        else:
+            kept.append(argument)
+    return debug, kept
 
 
 def explain_mistakes(

@@ -15,13 +15,13 @@ from hf_dflash import cli
 
 @pytest.fixture
 def command(monkeypatch):
-    """`command(function)` makes `function` what `hf-dflash tokenize` calls."""
+    """`command(function)` makes `function` what `hf-dflash tokenize` (or another command) calls."""
 
-    def install(function):
+    def install(function, name="tokenize"):
         module = types.ModuleType("a_command")
         module.main = function
         monkeypatch.setitem(sys.modules, "a_command", module)
-        monkeypatch.setitem(cli.COMMANDS, "tokenize", ("a_command", "main", "a phrase"))
+        monkeypatch.setitem(cli.COMMANDS, name, ("a_command", "main", "a phrase"))
 
     monkeypatch.delenv("HF_DFLASH_DEBUG", raising=False)
     return install
@@ -163,6 +163,25 @@ def test_debug_shows_the_traceback(command, argv):
     command(raises(ValueError("row 3 is empty")))
     with pytest.raises(ValueError, match="row 3 is empty"):
         cli.main(argv)
+
+
+@pytest.mark.parametrize(
+    "argv, left",
+    [
+        (["train", "--debug", "underflow_overflow"], ["--debug", "underflow_overflow"]),
+        (["--debug", "plan", "--debug", "underflow_overflow"], ["--debug", "underflow_overflow"]),
+        (["train", "--debug", "--seed", "1"], ["--seed", "1"]),
+        (["train", "--seed", "1", "--debug"], ["--seed", "1"]),
+        (["--debug", "train", "--seed", "1"], ["--seed", "1"]),
+        (["tokenize", "--debug", "a.jsonl"], ["a.jsonl"]),
+    ],
+    ids=" ".join,
+)
+def test_debug_with_a_value_is_the_trainers_own_option(command, argv, left):
+    seen = []
+    command(seen.append, next(word for word in argv if word != "--debug"))
+    assert cli.main(argv) == 0
+    assert seen == [left]
 
 
 def test_the_environment_can_ask_for_tracebacks(command, monkeypatch):
