@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
+from hf_dflash.data.tokenization_options import TokenizationOptions
 from hf_dflash.training.arguments import DFlashTrainingArguments
 from hf_dflash.training.run import JobArguments
 
@@ -45,17 +46,23 @@ def table(rows: list[str]) -> str:
 
 
 def write() -> str:
-    inherited = {field.name: default_of(field) for field in fields(TrainingArguments)}
+    inherited = {field.name: field for field in fields(TrainingArguments)}
+    shared = {field.name for field in fields(TokenizationOptions)}
+    job = [field for field in fields(JobArguments) if field.name not in shared]
     ours = [field for field in fields(DFlashTrainingArguments) if field.name not in inherited]
     changed = [
         field
         for field in fields(DFlashTrainingArguments)
-        if field.name in inherited and default_of(field) != inherited[field.name]
+        if field.name in inherited and field is not inherited[field.name]
     ]
     sections = [
-        ("What is trained on what", [row(field) for field in fields(JobArguments)]),
+        ("What is trained on what", [row(field) for field in job]),
+        (
+            "How completions are tokenized, as by `hf-dflash tokenize`",
+            [row(field) for field in fields(TokenizationOptions)],
+        ),
         ("How it is trained", [row(field) for field in ours]),
-        ("Options of `TrainingArguments` with another default", [row(field) for field in changed]),
+        ("Options of `TrainingArguments` with another default or meaning", [row(field) for field in changed]),
     ]
     return HEAD + "".join(f"\n## {title}\n\n{table(rows)}\n" for title, rows in sections)
 

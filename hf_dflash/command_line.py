@@ -4,6 +4,7 @@
 
 import argparse
 import sys
+from dataclasses import Field
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -24,3 +25,12 @@ class CommandParser(argparse.ArgumentParser):
             if spelling in self._option_string_actions:
                 return spelling + equals + value
         return argument
+
+
+def help_of(option: Field) -> str:
+    """
+    The help of a dataclass field that `train` has too, as the other options of these commands have theirs: no sentence, and the
+    default behind it.
+    """
+    text = option.metadata["help"].removesuffix(".")
+    return text[0].lower() + text[1:] + ("" if option.default is None else " (%(default)s)")

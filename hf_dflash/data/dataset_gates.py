@@ -8,12 +8,13 @@ So the gates run by themselves, when a dataset is made and again before it is tr
 """
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..command_line import help_of
 from .tokenized_dataset import DatasetStatistics, find_manifest, load_tokenized_dataset, read_statistics
 
 
@@ -46,24 +47,26 @@ class DatasetGates:
             Smallest share of the tokens that are supervised.
     """
 
-    block_size: int = 16
-    max_short_share: float = 0.01
-    max_reply_share: float = 0.01
-    min_supervised_share: float = 0.05
+    block_size: int = field(
+        default=16, metadata={"help": "A sample with fewer supervised tokens than this is a short one."}
+    )
+    max_short_share: float = field(
+        default=0.01, metadata={"help": "Largest share of samples with fewer supervised tokens than a block."}
+    )
+    max_reply_share: float = field(
+        default=0.01, metadata={"help": "Largest share of samples with one and the same reply."}
+    )
+    min_supervised_share: float = field(
+        default=0.05, metadata={"help": "Smallest share of tokens that are supervised."}
+    )
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Adds the gates to a command's options."""
         group = parser.add_argument_group("gates (what a dataset must fulfil)")
-        texts = {
-            "block_size": "a row with fewer supervised tokens than this is a short one",
-            "max_short_share": "largest share of short rows",
-            "max_reply_share": "largest share of rows with one and the same reply",
-            "min_supervised_share": "smallest share of the tokens that are supervised",
-        }
         for gate in fields(DatasetGates):
             name = "--" + gate.name.replace("_", "-")
-            group.add_argument(name, type=gate.type, default=gate.default, help=f"{texts[gate.name]} (%(default)s)")
+            group.add_argument(name, type=gate.type, default=gate.default, help=help_of(gate))
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> "DatasetGates":

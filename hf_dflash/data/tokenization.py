@@ -47,6 +47,7 @@ from .conversations import ROLES
 from .dataset_gates import DatasetGates, DatasetRefused, run_gates
 from .report_rendering import describe_counts
 from .sources import Part, Source, cut_into_units, digest_of, list_sources, size_of
+from .tokenization_options import TokenizationOptions
 from .unit_tokenization import dataset_features, new_counts, unit_path
 from .unit_workers import process_units
 
@@ -86,8 +87,8 @@ def tokenize_completions(
 
     Args:
         sources (`str` or `list[str]`):
-            JSONL files (plain or .gz), folders, globs, `s3://bucket/prefix`, `hub://dataset`. The layouts and roles of
-            their rows are in the tables of `conversations.py`.
+            JSONL files (plain or .gz), folders, globs, `s3://bucket/prefix`, `hub://dataset`, `hub://dataset#split`. The
+            layouts and roles of their rows are in the tables of `conversations.py`.
         target (`str`, `os.PathLike` or `PreTrainedTokenizerBase`):
             The target (folder or Hub id), or its tokenizer.
         output_dir (`str` or `os.PathLike`):
@@ -107,7 +108,7 @@ def tokenize_completions(
         eos_token_ids (`Iterable[int]`, *optional*, defaults to `()`):
             Ids that end generation, beside the tokenizer's and those of the target's `generation_config.json`.
         split (`str`, *optional*, defaults to `"train"`):
-            Split of a Hub dataset.
+            Split of a Hub dataset that names none.
         num_workers (`int`, *optional*):
             Processes, this one included. By default one for each core; no more than there are units of work. The others import
             the script again: with several it must call this under `if __name__ == "__main__":`.
@@ -433,21 +434,13 @@ def main(argv: list[str] | None = None) -> int:
         1 if a gate refused it. Other mistakes are exceptions, which the command line turns into 2.
     """
     arguments = _parser().parse_args(argv)
-    template = Path(arguments.chat_template).read_text(encoding="utf-8") if arguments.chat_template else None
     dataset = None
     try:
         dataset = tokenize_completions(
             arguments.sources,
             arguments.target,
             arguments.output,
-            max_length=arguments.max_length,
-            min_supervised_tokens=arguments.min_supervised_tokens,
-            enable_thinking=arguments.enable_thinking,
-            chat_template=template,
-            chat_template_kwargs=arguments.chat_template_kwargs,
-            extra_roles=dict(arguments.map_role),
-            split=arguments.split,
-            num_workers=arguments.num_workers,
+            **TokenizationOptions.from_arguments(arguments).for_tokenizing(),
             gates=DatasetGates.from_arguments(arguments),
             upload_to=arguments.upload_to,
             endpoint_url=arguments.endpoint_url,
@@ -483,25 +476,7 @@ def _parser() -> argparse.ArgumentParser:
         "--target", required=True, help="the target (folder or Hub id), for its tokenizer and template"
     )
     parser.add_argument("--output", required=True, help="folder of the dataset")
-    parser.add_argument("--max-length", type=int, default=4096, help="cut samples to this many tokens (%(default)s)")
-    parser.add_argument(
-        "--min-supervised-tokens", type=int, default=2, help="skip samples with fewer supervised tokens (%(default)s)"
-    )
-    parser.add_argument(
-        "--enable-thinking",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="as the target was served (default: what the template does by itself)",
-    )
-    parser.add_argument("--chat-template", metavar="FILE", help="template the target was served with, if not its own")
-    parser.add_argument(
-        "--chat-template-kwargs", type=json.loads, metavar="JSON", help="further variables for the template"
-    )
-    parser.add_argument(
-        "--map-role", type=_role, action="append", default=[], metavar="NAME=ROLE", help="read a role name as a role"
-    )
-    parser.add_argument("--split", default="train", help="split of a Hub dataset (%(default)s)")
-    parser.add_argument("--num-workers", type=int, help="processes (default: one for each core)")
+    TokenizationOptions.add_arguments(parser)
     parser.add_argument(
         "--allow-skipped",
         type=float,
@@ -514,10 +489,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     DatasetGates.add_arguments(parser)
     return parser
-
-
-def _role(text: str) -> tuple[str, str]:
-    name, separator, role = text.partition("=")
-    if not (name and separator and role):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=ROLE")
-    return name, role

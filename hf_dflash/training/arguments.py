@@ -123,6 +123,8 @@ class DFlashTrainingArguments(TrainingArguments):
     >   non-finite are left out on the device.
     > - `ddp_find_unused_parameters`: `False`; every parameter takes part in every step.
     > - `logging_steps`: 10.
+    > - `resume_from_checkpoint`: `hf-dflash train` goes on from the newest whole checkpoint of `output_dir` where it is `None`; for
+    >   `DFlashTrainer` it means nothing, as for `Trainer`: `train` takes it.
     > - `metric_for_best_model`: `"eval_acceptance_length"`, greater is better.
     > - `project`: `"hf_dflash"`; `run_name`: the name of `output_dir`, so that a run that goes on is one run to a tracker.
     > - `trackio_static_space_id`: `False`; pushing a drafter publishes no page of its training unless this names one.
@@ -147,6 +149,14 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Every parameter takes part in every step, so there is nothing to find."}
     )
 
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "What to go on from: auto (if not given): the newest whole checkpoint of OUTPUT_DIR, if there is one; "
+            "true: the same, and one must be there; false: a new run, and none may be there; or a checkpoint: a folder, "
+            "s3://bucket/prefix/checkpoint-N, or s3://bucket/prefix for the latest one there."
+        },
+    )
     project: str = field(default="hf_dflash", metadata={"help": "Name of the project, for trackio."})
 
     token_budget: int = field(

@@ -14,7 +14,6 @@ import difflib
 import json
 import os
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,36 +22,61 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from transformers.trainer_utils import set_seed
 
 from ..data.dataset_gates import DatasetGates
+from ..data.tokenization_options import TokenizationOptions
 from ..data.tokenized_dataset import is_tokenized_dataset
 from ..drafter.configuration_dflash import DFlashConfig, create_drafter_config
 from ..drafter.modeling_dflash import DFlashForSpeculation
+from ..object_store import is_object_uri
 from ..target.frozen_target import FrozenTarget
 from .adapters import make_lora_config
 from .arguments import DFlashTrainingArguments
-from .checkpoint import find_last_checkpoint
+from .checkpoint import check_whole, find_last_checkpoint
 from .checks import check_can_train
 from .host_group import HostGroup
 from .plan import check_launch, describe_plan, place_targets_of_this_process
+from .s3_checkpoints import locate_checkpoint
 from .target_loading import load_targets
 from .trainer import DFlashTrainer
 from .warm_start import initialize_from_target, load_drafter
 
 
+def _gate(name: str):
+    """A gate as an option: with the default and the help that it has."""
+    gate = DatasetGates.__dataclass_fields__[name]
+    return field(default=gate.default, metadata=gate.metadata)
+
+
 @dataclass
-class JobArguments:
+class JobData:
     """
-    What is trained on what. How it is trained is in [`DFlashTrainingArguments`].
+    What is read.
 
     Args:
         target (`str`): Hub id or folder of the target.
-        completions (`list[str]`): what the target wrote: JSONL files, folders, globs, `s3://` prefixes.
+        completions (`list[str]`): what the target wrote: JSONL files, folders, globs, `s3://` prefixes, `hub://` datasets.
         eval_completions (`list[str]`, *optional*): held-out completions.
         dataset_dir (`str`, *optional*): where tokenized completions are kept; `output_dir`/dataset by default.
-        max_length (`int`, *optional*, defaults to 4096): longest sample in tokens; longer replies are cut.
+    """
+
+    target: str = field(metadata={"help": "Hub id or folder of the target."})
+    completions: list[str] = field(
+        metadata={"help": "What the target wrote: JSONL files, folders, globs, s3:// prefixes, hub:// datasets."}
+    )
+    eval_completions: list[str] | None = field(default=None, metadata={"help": "Held-out completions."})
+    dataset_dir: str | None = field(
+        default=None, metadata={"help": "Where tokenized completions are kept; OUTPUT_DIR/dataset by default."}
+    )
+
+
+@dataclass
+class JobArguments(TokenizationOptions, JobData):
+    """
+    What is trained on what: [`JobData`], [`~data.tokenization_options.TokenizationOptions`] and the options below. How it is
+    trained is in [`DFlashTrainingArguments`].
+
+    Args:
         max_short_share, max_reply_share, min_supervised_share (`float`, *optional*): gates that the training set must pass,
             see [`~data.dataset_gates.DatasetGates`].
-        enable_thinking (`bool`, *optional*): passed to the chat template, as serving does; the template's default if not given.
-        chat_template (`str`, *optional*): file of the template that the target was served with, if not its own.
         drafter (`str`, *optional*): a drafter to go on from, ours or another project's; a new one is made if not given.
         init_from_target (`bool`, *optional*, defaults to `False`): see [`initialize_from_target`].
         lora_rank (`int`, *optional*): train a LoRA adapter of this rank on `drafter`.
@@ -64,32 +88,9 @@ class JobArguments:
         target_dtype (`str`, *optional*, defaults to `"auto"`): dtype of the target's weights.
     """
 
-    target: str = field(metadata={"help": "Hub id or folder of the target."})
-    completions: list[str] = field(
-        metadata={"help": "What the target wrote: JSONL files, folders, globs, s3:// prefixes."}
-    )
-    eval_completions: list[str] | None = field(default=None, metadata={"help": "Held-out completions."})
-    dataset_dir: str | None = field(
-        default=None, metadata={"help": "Where tokenized completions are kept; OUTPUT_DIR/dataset by default."}
-    )
-    max_length: int = field(default=4096, metadata={"help": "Longest sample in tokens; longer replies are cut."})
-    enable_thinking: bool | None = field(
-        default=None, metadata={"help": "Passed to the chat template, as serving does; its own default if not given."}
-    )
-    chat_template: str | None = field(
-        default=None, metadata={"help": "File of the template that the target was served with, if not its own."}
-    )
-    max_short_share: float = field(
-        default=DatasetGates.max_short_share,
-        metadata={"help": "Largest share of samples with fewer supervised tokens than a block."},
-    )
-    max_reply_share: float = field(
-        default=DatasetGates.max_reply_share,
-        metadata={"help": "Largest share of samples with one and the same reply."},
-    )
-    min_supervised_share: float = field(
-        default=DatasetGates.min_supervised_share, metadata={"help": "Smallest share of tokens that are supervised."}
-    )
+    max_short_share: float = _gate("max_short_share")
+    max_reply_share: float = _gate("max_reply_share")
+    min_supervised_share: float = _gate("min_supervised_share")
     drafter: str | None = field(
         default=None, metadata={"help": "A drafter to go on from, ours or another project's; a new one if not given."}
     )
@@ -130,6 +131,7 @@ class JobArguments:
         return DatasetGates(self.block_size, self.max_short_share, self.max_reply_share, self.min_supervised_share)
 
     def __post_init__(self):
+        super().__post_init__()
         for path in (self.target, self.drafter):
             if path is not None and path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
                 raise ValueError(f"There is no folder {path}: give a Hub id or the folder of a saved model.")
@@ -165,6 +167,15 @@ def parse_job(
     # field of a dataclass would come back as one more result.
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of options; a flag beats it."
+    )
+    # HfArgumentParser makes these of switches that are on by default only.
+    parser.add_argument(
+        "--no_enable_thinking",
+        "--no-enable-thinking",
+        dest="enable_thinking",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="The chat template is told not to think.",
     )
     for action in parser._actions:
         if action.dest == "completions":
@@ -236,7 +247,8 @@ def describe_job(job: JobArguments, args: DFlashTrainingArguments) -> str:
     for f in fields(args):
         value = getattr(args, f.name)
         if f.init and value != getattr(defaults, f.name) and not callable(value):
-            options[f.name] = getattr(value, "value", value)
+            values = [getattr(item, "value", item) for item in (value if isinstance(value, list) else [value])]
+            options[f.name] = values if isinstance(value, list) else values[0]
     options |= {"output_dir": args.output_dir, "use_cpu": args.use_cpu}
     resolved = yaml.safe_dump({k: v for k, v in options.items() if v is not None}, sort_keys=False)
     num_devices = 0 if args.device.type == "cpu" else torch.cuda.device_count()
@@ -281,15 +293,8 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
     if args.process_index == 0:
         # Held-out sets are small and chosen: shares say little about them.
         gates = job.gates if name == "train" else None
-        template = Path(job.chat_template).read_text(encoding="utf-8") if job.chat_template is not None else None
         tokenize_completions(
-            sources,
-            job.target,
-            folder,
-            max_length=job.max_length,
-            enable_thinking=job.enable_thinking,
-            chat_template=template,
-            gates=gates,
+            sources, job.target, folder, **job.for_tokenizing(), gates=gates, disable_tqdm=args.disable_tqdm
         )
     # Not `main_process_first`: tokenizing a corpus takes longer than a collective may.
     HostGroup(args.world_size).wait()
@@ -351,6 +356,34 @@ def check_held_out(job: JobArguments, args: DFlashTrainingArguments) -> None:
         raise ValueError("`--acceptance_steps` decodes held-out prompts: give `--eval_completions`.")
 
 
+def choose_checkpoint(args: DFlashTrainingArguments) -> str | None:
+    """The checkpoint that a job goes on from: a folder or an `s3://` URI; `None` for a new run.
+
+    Raises:
+        `FileNotFoundError`, `ValueError`: if it is not as `--resume_from_checkpoint` says, naming the fix.
+    """
+    wish = args.resume_from_checkpoint
+    word = "auto" if wish is None else str(wish).lower()
+    if word not in ("auto", "true", "false"):
+        if is_object_uri(wish):
+            return locate_checkpoint(wish)
+        check_whole(wish)
+        return wish
+    newest = find_last_checkpoint(args.output_dir)
+    if word == "true" and newest is None:
+        raise ValueError(
+            f"`--resume_from_checkpoint {wish}`: there is no whole checkpoint in {args.output_dir}. Leave the option out to "
+            "start a new run."
+        )
+    if word == "false" and newest is not None:
+        # Of two runs in a folder the next start would go on with that which is further.
+        raise ValueError(
+            f"`--resume_from_checkpoint {wish}` is for a new run, and {newest} is there: give another `--output_dir`, or "
+            "delete the old run's checkpoints."
+        )
+    return newest
+
+
 def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
     """Makes the drafter, tokenizes, loads the target: everything before training.
 
@@ -358,6 +391,7 @@ def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrai
     comes first, because it is small.
     """
     check_held_out(job, args)
+    choose_checkpoint(args)
     places = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
     drafter = make_drafter(job, args)
     check_can_train(drafter, args)
@@ -385,16 +419,13 @@ def _evaluation_of_these_weights(trainer: DFlashTrainer) -> dict[str, float]:
 
 
 def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
-    """Trains, going on from the last checkpoint if there is one, evaluates and saves the drafter in `output_dir`.
+    """Trains, going on from a checkpoint (see [`choose_checkpoint`]), evaluates and saves the drafter in `output_dir`.
 
     Returns:
         `dict[str, float]`: the last evaluation, empty without held-out completions.
     """
     args = trainer.args
-    resume_from = args.resume_from_checkpoint
-    if resume_from in (None, "auto") and os.path.isdir(args.output_dir):
-        resume_from = find_last_checkpoint(args.output_dir)
-    trainer.train(resume_from_checkpoint=resume_from)
+    trainer.train(resume_from_checkpoint=choose_checkpoint(args))
     metrics = {}
     if trainer.eval_dataset is not None:
         metrics = _evaluation_of_these_weights(trainer) or trainer.evaluate()

@@ -13,6 +13,7 @@ import hf_dflash.training.run as run
 from hf_dflash import DFlashForSpeculation
 from hf_dflash.data import tokenization
 from hf_dflash.data.sources import digest_of
+from hf_dflash.training.checkpoint import mark_whole
 from hf_dflash.training.plan import main as plan
 
 
@@ -53,6 +54,9 @@ def arguments(tmp_path):
         (f"--drafter {POCKET}", "can be imported"),
         ("--max_length 1", "max_length"),
         ("--chat_template nowhere.jinja", "nowhere.jinja"),
+        ("--map_role critic=robot", "'critic' cannot be read as 'robot'"),
+        ("--resume_from_checkpoint true", "--resume_from_checkpoint true.*no whole checkpoint in .*run"),
+        ("--resume_from_checkpoint nowhere", "no checkpoint nowhere"),
     ],
 )
 def test_a_mistake_that_can_be_seen_at_once_leaves_nothing_behind(mistake, message, arguments, tmp_path):
@@ -61,14 +65,63 @@ def test_a_mistake_that_can_be_seen_at_once_leaves_nothing_behind(mistake, messa
     assert not (tmp_path / "out").exists()
 
 
-def test_completions_are_read_with_the_template_that_the_target_was_served_with(arguments, tmp_path, monkeypatch):
+def test_completions_are_read_as_the_target_was_served_and_roles_as_they_are_mapped(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_job", run.make_trainer)
     template = tmp_path / "template.jinja"
     own = (POCKET / "chat_template.jinja").read_text(encoding="utf-8")
     template.write_text("{# another one #}" + own, encoding="utf-8")
-    assert run.main([*arguments, "--chat_template", str(template)]) == 0
+    options = ["--chat_template", str(template), "--chat_template_kwargs", '{"effort": "low"}']
+    options += ["--map_role", "critic=assistant", "--map_role", "judge=user", "--min_supervised_tokens", "3"]
+    assert run.main([*arguments, *options]) == 0
     manifest = json.loads((tmp_path / "out" / "run" / "dataset" / "train" / "manifest.json").read_text())
     assert manifest["tokenizer"]["chat_template_digest"] == digest_of(template.read_text(encoding="utf-8"))
+    assert manifest["options"]["chat_template_kwargs"] == {"effort": "low"}
+    assert manifest["options"]["extra_roles"] == {"critic": "assistant", "judge": "user"}
+    assert manifest["options"]["min_supervised_tokens"] == 3
+
+
+@pytest.fixture
+def args_of(tmp_path):
+    """Options of a run that left `checkpoint-<step>` for some steps, and half of another one."""
+
+    def make(wish, *steps, from_file=False):
+        for step in steps:
+            (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+            mark_whole(tmp_path / "run" / f"checkpoint-{step}", {})
+        (tmp_path / "run" / "checkpoint-11").mkdir(parents=True, exist_ok=True)
+        argv = ["--target", "t", "--completions", "c", "--use_cpu", "true", "--output_dir", str(tmp_path / "run")]
+        if from_file:
+            (tmp_path / "job.yaml").write_text(f"resume_from_checkpoint: {wish}\n")
+            argv += ["--config", str(tmp_path / "job.yaml")]
+        elif wish is not None:
+            argv += ["--resume_from_checkpoint", wish]
+        return run.parse_job(argv)[1]
+
+    return make
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+@pytest.mark.parametrize("wish", ["true", "True", "auto"])
+def test_a_job_goes_on_from_the_newest_whole_checkpoint(wish, from_file, args_of, tmp_path):
+    args = args_of(wish, 2, 10, from_file=from_file)
+    assert run.choose_checkpoint(args) == str(tmp_path / "run" / "checkpoint-10")
+
+
+@pytest.mark.parametrize("wish", [None, "auto", "false"])
+def test_a_job_without_a_whole_checkpoint_is_a_new_run(wish, args_of):
+    assert run.choose_checkpoint(args_of(wish)) is None
+
+
+def test_a_new_run_is_not_begun_among_the_checkpoints_of_another(args_of):
+    with pytest.raises(ValueError, match="--resume_from_checkpoint False.*checkpoint-2 is there.*--output_dir"):
+        run.choose_checkpoint(args_of("false", 2, from_file=True))
+
+
+def test_a_checkpoint_that_is_named_is_taken_if_it_is_whole(args_of, tmp_path):
+    folder = str(tmp_path / "run" / "checkpoint-")
+    assert run.choose_checkpoint(args_of(f"{folder}2", 2, 10)) == f"{folder}2"
+    with pytest.raises(ValueError, match="checkpoint-11 is no whole checkpoint"):
+        run.choose_checkpoint(args_of(f"{folder}11"))
 
 
 def test_data_that_is_refused_gives_way_to_what_was_mended(arguments, tmp_path, monkeypatch):
