@@ -19,6 +19,7 @@ import transformers
 
 from ..command_line import CommandParser
 from ..data.sources import open_jsonl
+from ..decoding.attention_kernels import without_cudnn_attention
 from ..decoding.speculative import speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
 from ..progress import ProgressBar
@@ -401,7 +402,9 @@ class _Measurement:
 
     def _plain(self, input_ids, **overrides):
         arguments = {**self.generation_kwargs, **overrides}
-        return self.target.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
+        # As ours does: the two differ in what is speculative alone.
+        with without_cudnn_attention(self.target.device):
+            return self.target.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
 
     def _timed(self, function, input_ids):
         torch.manual_seed(self.seed)
