@@ -26,6 +26,7 @@ from hf_dflash.atomic_files import locked_folder, write_json
 from hf_dflash.object_store import ObjectStore
 
 from .on_policy import Reply
+from .sources import FAILURES
 
 
 FORMAT_VERSION = 1
@@ -277,7 +278,7 @@ class CompletionFolder:
             for name, upload in self._uploads:
                 if (error := upload.exception()) is not None:
                     raise OSError(f"{name} is not uploaded: {error}. Run the same command again.") from error
-            self._store.upload_file(self._failures_path, f"{self.upload_to}/failures.jsonl")
+            self._store.upload_file(self._failures_path, f"{self.upload_to}/{FAILURES}")
             self._store.upload_file(self._write_manifest(manifest), f"{self.upload_to}/manifest.json")
         else:
             self._write_manifest(manifest)
@@ -347,7 +348,7 @@ class CompletionFolder:
         rows_before = self.totals["rows"]
         self._open_shard.truncate(self._take_rows(self._open_path, is_open=True))
         self._rows_in_open_shard = self.totals["rows"] - rows_before
-        self._failures_path = self.path / "failures.jsonl"
+        self._failures_path = self.path / FAILURES
         self._failures = open(self._failures_path, "wb")
         self._write_manifest(self._manifest("running"))
         if self._store:

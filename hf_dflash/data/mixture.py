@@ -108,7 +108,13 @@ def _read_evaluation_prompts(mixture: Mixture, endpoint_url: str | None) -> Eval
     if not options:
         return EvaluationOverlap([])
     prompts = []
-    files = list_sources(options.pop("path"), endpoint_url=endpoint_url)
+    try:
+        files = list_sources(options.pop("path"), endpoint_url=endpoint_url)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"`evaluation_prompts` of the mixture: {error} Put the prompts that you will measure with there as JSONL, or take the key "
+            "out of the mixture."
+        ) from None
     for where, content in read_all_rows(files, endpoint_url=endpoint_url):
         try:
             prompts.append(words_of(PromptConversation(parse_line(content)).messages))

@@ -30,6 +30,8 @@ from .conversations import RowSkipped
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 HUB_PREFIX = "hub://"
+# What `hf-dflash generate` leaves beside completions: prompts without one. It is no source unless it is named itself.
+FAILURES = "failures.jsonl"
 
 # A unit of work is this share of what is left: large ones first, and small ones at the end, when not all workers have one.
 # Thousands of units whatever there is would be as many files; a unit of a few hundred rows would wait for the disk more
@@ -200,10 +202,14 @@ def _find_unit_starts(source: Source, left: int) -> list[tuple[int, int]]:
     return starts
 
 
+def _is_source(name: str) -> bool:
+    return name.endswith(SUFFIXES) and name != FAILURES
+
+
 def _list_files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+        files = sorted(file for file in path.rglob("*") if _is_source(file.name) and file.is_file())
         if not files:
             raise FileNotFoundError(f"The folder {source} holds no file that ends with {', '.join(SUFFIXES)}.")
         return files
@@ -211,7 +217,8 @@ def _list_files(source: str) -> list[Path]:
         if not path.name.endswith((*SUFFIXES, ".json", ".gz")):
             raise ValueError(f"{source} is not named like a JSONL file ({', '.join(SUFFIXES)}).")
         return [path]
-    files = sorted(Path(name) for name in glob.glob(source, recursive=True) if os.path.isfile(name))
+    names = [name for name in glob.glob(source, recursive=True) if os.path.isfile(name)]
+    files = sorted(Path(name) for name in names if os.path.basename(name) != FAILURES)
     if not files:
         raise FileNotFoundError(
             f"There is no file, folder or glob match {source}. A dataset on the Hub is written {HUB_PREFIX}NAME."
@@ -234,9 +241,8 @@ def _store(endpoint_url: str | None) -> ObjectStore:
 
 
 def _list_objects(uri: str, endpoint_url: str | None) -> list[Source]:
-    objects = [
-        item for item in _store(endpoint_url).list_objects(uri) if item.uri == uri or item.uri.endswith(SUFFIXES)
-    ]
+    listed = _store(endpoint_url).list_objects(uri)
+    objects = [item for item in listed if item.uri == uri or _is_source(item.uri.rpartition("/")[2])]
     if not objects:
         raise FileNotFoundError(f"{uri} holds no object that ends with {', '.join(SUFFIXES)}.")
     return [Source(item.uri, item.size, item.etag) for item in objects]

@@ -103,3 +103,9 @@ def test_a_mapping_that_fits_no_row_is_an_error_that_shows_one(tmp_path):
     with pytest.raises(ValueError, match=r"a gives no prompt; does its mapping fit\? .*a\.jsonl:1: missing_field"):
         build_mixture(mixture, disable_tqdm=True)
     assert not (tmp_path / "out" / "prompts.jsonl").exists()
+
+
+def test_evaluation_prompts_that_are_not_there_are_named_by_their_key(tmp_path):
+    text = "evaluation_prompts: {path: [TMP/eval]}\nsources: [{name: a, path: TMP/a.jsonl, mapping: {prompt: text}}]"
+    with pytest.raises(FileNotFoundError, match="`evaluation_prompts` of the mixture: .*eval"):
+        build_mixture(write_mixture(tmp_path, text), disable_tqdm=True)

@@ -6,6 +6,16 @@ from hf_dflash.data import sources as sources_module
 from hf_dflash.data.sources import Part, Source, cut_into_units, list_sources, read_rows, size_of
 
 
+@pytest.mark.parametrize("named", ["", "*.jsonl", "**"])
+def test_prompts_that_were_not_answered_are_no_completions(named, tmp_path):
+    (tmp_path / "completions-00000.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "failures.jsonl").write_text('{"id": "x", "reason": "timeout"}\n')
+    assert [source.uri for source in list_sources(str(tmp_path / named))] == [
+        str(tmp_path / "completions-00000.jsonl")
+    ]
+    assert list_sources(tmp_path / "failures.jsonl")
+
+
 @pytest.fixture
 def small_units(monkeypatch):
     monkeypatch.setattr(sources_module, "MIN_UNIT_BYTES", 100)

@@ -57,7 +57,8 @@ def s3(tmp_path_factory):
                     range(NUM_OBJECTS),
                 )
             )
-        client.put_object(Bucket="bucket", Key="completions/_SUCCESS", Body=b"")
+        for name in ("_SUCCESS", "failures.jsonl"):
+            client.put_object(Bucket="bucket", Key=f"completions/{name}", Body=b"")
         yield url
 
 
