@@ -390,6 +390,7 @@ def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrai
     Tokenizing can take hours. What can be refused without it is refused before, and nothing is written then; the held-out set
     comes first, because it is small.
     """
+    check_launch(args.world_size)
     check_held_out(job, args)
     choose_checkpoint(args)
     places = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
@@ -450,7 +451,6 @@ def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash train`."""
     job, args = parse_job(argv)
-    check_launch(args.world_size)
     if job.dry_run:
         print(describe_job(job, args))
         return 0

@@ -65,6 +65,14 @@ def test_a_mistake_that_can_be_seen_at_once_leaves_nothing_behind(mistake, messa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_launch_of_several_processes_that_gave_one_leaves_nothing_behind(arguments, tmp_path, monkeypatch):
+    job, args = run.parse_job(arguments)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="4 processes were asked for and this one is alone"):
+        run.make_trainer(job, args)
+    assert not (tmp_path / "out").exists()
+
+
 def test_completions_are_read_as_the_target_was_served_and_roles_as_they_are_mapped(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_job", run.make_trainer)
     template = tmp_path / "template.jinja"
