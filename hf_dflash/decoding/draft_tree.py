@@ -14,7 +14,7 @@ import heapq
 
 import torch
 
-from .target_cache import upload
+from .target_cache import round_up, upload
 
 
 class DraftTree:
@@ -75,9 +75,10 @@ class DraftTree:
     def attention_mask(self, num_cached: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The additive mask, `[1, 1, nodes, cached + nodes]`, in which a node sees everything before the anchor and its path."""
         nodes = len(self.parents)
-        visible = torch.zeros(nodes, num_cached + nodes, dtype=torch.bool)
-        visible[:, :num_cached] = True
-        for node in range(nodes):
-            visible[node, [num_cached + ancestor for ancestor in self.path(node)]] = True
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-        return upload(mask[None, None], device)
+        rows = []
+        for node, parent in enumerate(self.parents):
+            rows.append([False] * nodes if node == 0 else rows[parent].copy())
+            rows[node][node] = True
+        mask = torch.zeros(1, 1, nodes, round_up(num_cached + nodes), dtype=dtype)
+        mask[..., num_cached : num_cached + nodes].masked_fill_(~torch.tensor(rows), torch.finfo(dtype).min)
+        return upload(mask, device)[..., : num_cached + nodes]

@@ -29,11 +29,12 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from .adaptive_block import AdaptiveBlockLength
+from .attention_kernels import without_cudnn_attention
 from .draft_tree import DraftTree
 from .feature_capture import FeatureCapture
 from .graphed_pass import GraphedPass
 from .target_cache import RollbackCache, name_of_cache, upload
-from .token_selection import choose_tokens, is_prefix_free, process_logits, verify_drafts
+from .token_selection import choose_tokens, count_agreeing, is_prefix_free, process_logits, verify_drafts
 
 
 @dataclass
@@ -237,19 +238,25 @@ class _SpeculativeLoop:
         self.other_criteria = StoppingCriteriaList(
             c for c in stopping_criteria if c not in end_criteria and c not in length_criteria
         )
+        # Most generations have nobody who looks at earlier tokens, and then these stay on the host.
+        self.is_prefix_free = all(map(is_prefix_free, logits_processor))
+        self.are_tokens_looked_at = bool(self.other_criteria) or not self.is_prefix_free
         pad_token = generation_config._pad_token_tensor
         # Without end tokens rows end together, so nothing is padded.
         self.pad_token_id = 0 if pad_token is None else int(pad_token)
-        return self._run(input_ids, model_kwargs)
+        with without_cudnn_attention(input_ids.device):
+            return self._run(input_ids, model_kwargs)
 
     def _run(self, input_ids: torch.LongTensor, model_kwargs: dict) -> SpeculativeOutput:
         device = input_ids.device
         prompt_mask = _check_prompt_mask(input_ids, model_kwargs.get("attention_mask"))
         lengths = prompt_mask.sum(-1).tolist()
         self.rows = rows = [_Row(input_ids.shape[1]) for _ in lengths]
-        # Prompts and all that can follow them. Unaccepted drafts lie here for a moment, behind what is certain.
-        self.tokens = input_ids.new_zeros(len(rows), self.max_length + self.block_size)
-        self.tokens[:, : input_ids.shape[1]] = input_ids
+        if self.are_tokens_looked_at:
+            # Prompts and all that can follow them. Unaccepted drafts lie here for a moment, behind what is certain.
+            self.tokens = input_ids.new_zeros(len(rows), self.max_length + self.block_size)
+            self.tokens[:, : input_ids.shape[1]] = input_ids
+        self.mask_tokens = input_ids.new_full((len(rows), self.block_size - 1), self.drafter.config.mask_token_id)
 
         cache = model_kwargs.get("past_key_values", model_kwargs.get("cache"))
         if cache.get_seq_length() > 0:
@@ -299,10 +306,10 @@ class _SpeculativeLoop:
 
         if self.streamer is not None:
             self.streamer.end()
-        for tokens, row in zip(self.tokens, self.rows, strict=True):
-            tokens[row.length :] = self.pad_token_id
+        longest = max(len(row.generated) for row in rows)
+        generated = [row.generated + [self.pad_token_id] * (longest - len(row.generated)) for row in rows]
         return SpeculativeOutput(
-            sequences=self.tokens[:, : max(row.length for row in self.rows)],
+            sequences=torch.cat([input_ids, upload(generated, device)], dim=1),
             acceptance_lengths=[row.acceptance_lengths for row in self.rows],
             num_target_passes=self.num_target_passes,
             num_drafter_passes=self.num_drafter_passes,
@@ -310,9 +317,10 @@ class _SpeculativeLoop:
         )
 
     def _prefill(self, input_ids, prompt_mask, cache) -> torch.Tensor:
+        # The cache holds what the longest row needs: padding that all rows share must not enter it.
+        longest = int(prompt_mask.sum(-1).max())
+        input_ids, prompt_mask = input_ids[:, -longest:], prompt_mask[:, -longest:]
         is_padded = not bool(prompt_mask.all())
-        if is_padded and input_ids.shape[0] == 1:
-            input_ids, is_padded = input_ids[:, prompt_mask[0].bool()], False
         arguments = {"position_ids": torch.arange(input_ids.shape[1], device=input_ids.device)[None]}
         if is_padded:
             arguments["position_ids"] = (prompt_mask.cumsum(-1) - 1).clamp(min=0)
@@ -327,16 +335,17 @@ class _SpeculativeLoop:
     def _draft(self, anchors: torch.LongTensor, features: torch.Tensor, fresh: list[int]) -> torch.Tensor:
         """Hidden states, `[B, block_size, H]`, of the slots behind each row's context, which is extended by `features`."""
         cache = self.drafter_cache
-        slots = anchors.new_full((anchors.shape[0], self.block_size), self.drafter.config.mask_token_id)
-        slots[:, :1] = anchors
-        device = features.device
-        num_fresh = features.shape[1]
-        kept = torch.tensor(fresh)[:, None]
-        start = torch.tensor(cache.row_lengths)[:, None]
-        # A row's slots follow its own last token, whatever stands between them in the batch.
-        positions = torch.cat([start + torch.arange(num_fresh), start + kept + torch.arange(self.block_size)], dim=1)
-        mask = None
-        if len(fresh) > 1:
+        slots = torch.cat([anchors, self.mask_tokens[: len(fresh)]], dim=1)
+        # Features of rejected tokens lie behind a row's own, and of padding where a longer row has left the batch.
+        device, num_fresh = features.device, max(fresh)
+        if len(fresh) == 1:
+            positions, mask = cache.next_positions(num_fresh + self.block_size, device), None
+        else:
+            kept = torch.tensor(fresh)[:, None]
+            start = torch.tensor(cache.row_lengths)[:, None]
+            # A row's slots follow its own last token, whatever stands between them in the batch.
+            slot_positions = start + kept + torch.arange(self.block_size)
+            positions = upload(torch.cat([start + torch.arange(num_fresh), slot_positions], dim=1), device)
             longest = max(cache.row_lengths)
             real = [
                 torch.arange(longest) >= longest - start,
@@ -347,8 +356,8 @@ class _SpeculativeLoop:
         self.num_drafter_passes += 1
         hidden_states = self.drafter(
             noise_embeds=embed_slots(self.target, slots).to(device, self.drafter.dtype),
-            context_hidden_states=features,
-            position_ids=upload(positions, device),
+            context_hidden_states=features[:, :num_fresh],
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=cache.cache,
         ).last_hidden_state
@@ -366,8 +375,8 @@ class _SpeculativeLoop:
                 is room for the bonus token only.
 
         Returns:
-            The target's tokens `[B, length]`, what each row emits of them, the features of the tokens that were read and
-            accepted, and the number of these.
+            The target's tokens `[B, length]`, what each row emits of them, the features of the tokens that were read, and the
+            number of leading ones that were accepted.
         """
         drafts, draft_probabilities = anchors[:, :0], None
         if slot_states is not None:
@@ -381,20 +390,20 @@ class _SpeculativeLoop:
             self.target_cache.next_positions(num_drafts + 1, anchors.device),
         )
         scores = process_logits(logits.float(), self.logits_processor, self._prefixes(active, drafts))
-        num_accepted, chosen = verify_drafts(scores, drafts, draft_probabilities, self.do_sample, self.generator)
+        chosen = verify_drafts(scores, drafts, draft_probabilities, self.do_sample, self.generator)
+        emitted = []
         # The one place of a block where the host waits for the device.
-        num_accepted, *tokens = torch.cat([num_accepted[:, None], chosen, drafts], dim=1).T.tolist()
-        tokens, proposed = tokens[: chosen.shape[1]], tokens[chosen.shape[1] :]
-        for place, i in enumerate(active):
-            self.rows[i].drafts.append([column[place] for column in proposed])
-        fresh = [count + 1 for count in num_accepted]
+        for i, tokens in zip(active, torch.cat([drafts, chosen], dim=1).tolist(), strict=True):
+            proposed, tokens = tokens[:num_drafts], tokens[num_drafts:]
+            self.rows[i].drafts.append(proposed)
+            emitted.append(tokens[: count_agreeing(proposed, tokens) + 1])
+        fresh = [len(tokens) for tokens in emitted]
         self.target_cache.keep(num_drafts + 1, fresh)
         if self.adaptive_block is not None:
             now = time.perf_counter()
-            self.adaptive_block.observe(num_drafts, num_accepted, now - self.last_block_end)
+            self.adaptive_block.observe(num_drafts, [count - 1 for count in fresh], now - self.last_block_end)
             self.last_block_end = now
-        emitted = [list(row[:count]) for row, count in zip(zip(*tokens, strict=True), fresh, strict=True)]
-        return chosen, emitted, features[:, : max(fresh)], fresh
+        return chosen, emitted, features, fresh
 
     def _decode_tree(self, active: list[int], anchors: torch.LongTensor, slot_states: torch.Tensor | None):
         """As [`_decode_block`], but the drafts are a tree."""
@@ -416,12 +425,12 @@ class _SpeculativeLoop:
         tokens = chosen[0].tolist()
         path = tree.follow(tokens)
         self.rows[active[0]].drafts.append([])
-        self.target_cache.keep_path(len(tokens), path)
+        self.target_cache.keep_path(path)
         features = features[:, upload(path, features.device)]
         return chosen[:, upload(path, device)], [[tokens[node] for node in path]], features, [len(path)]
 
     def _process_tree(self, i: int, logits: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-        if all(is_prefix_free(processor) for processor in self.logits_processor):
+        if self.is_prefix_free:
             return process_logits(logits, self.logits_processor, [])
         known = self.tokens[i, : self.rows[i].length]
         scores = torch.empty_like(logits)
@@ -483,7 +492,7 @@ class _SpeculativeLoop:
 
     def _prefixes(self, active: list[int], drafts: torch.LongTensor) -> list[torch.Tensor]:
         """For each row, all its tokens and the drafts behind them, where a processor looks at earlier tokens."""
-        if all(is_prefix_free(processor) for processor in self.logits_processor):
+        if self.is_prefix_free:
             return []
         self._write(active, drafts)
         return [self.tokens[i, : self.rows[i].length + drafts.shape[1]] for i in active]
@@ -496,7 +505,8 @@ class _SpeculativeLoop:
 
     def _emit(self, active: list[int], chosen: torch.Tensor, emitted: list[list[int]], is_block: bool) -> list[int]:
         """Appends the emitted tokens to their rows, cut where plain decoding would stop, and returns the rows that go on."""
-        self._write(active, chosen)
+        if self.are_tokens_looked_at:
+            self._write(active, chosen)
         going_on = []
         for i, tokens in zip(active, emitted, strict=True):
             row = self.rows[i]
@@ -556,6 +566,8 @@ def compute_draft_logits(target, hidden_states: torch.Tensor) -> torch.Tensor:
     head = target.get_output_embeddings()
     logits = head(hidden_states.to(head.weight.device, head.weight.dtype))
     config = target.config.get_text_config(decoder=True)
-    logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    if scale != 1.0:
+        logits = logits * scale
     softcap = getattr(config, "final_logit_softcapping", None)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -44,6 +44,7 @@ class RollbackCache:
         self.row_lengths = list(row_lengths)
         self.attention_layers, self.recurrent_layers = _sort_layers(cache, len(row_lengths))
         self._blocks = [DeltaNetBlock(mixer, cache) for mixer in _find_mixers(model, self.recurrent_layers)]
+        self._takes_causal_mask = model is not None and _takes_causal_mask(model, cache)
         self._is_recording = False
 
     def record(self) -> None:
@@ -91,17 +92,20 @@ class RollbackCache:
             for layer in self.attention_layers:
                 _align_right(layer, surplus, max(self.row_lengths))
 
-    def keep_path(self, num_new: int, path: list[int]) -> None:
+    def keep_path(self, path: list[int]) -> None:
         """
         Keeps some of the tokens that the last forward added, as a tree of drafts needs it. One row, full attention only.
 
         Args:
-            num_new (`int`): tokens that were added.
             path (`list[int]`): places of those to keep, rising.
         """
+        start = self.row_lengths[0]
+        places = torch.tensor([*range(start), *(start + place for place in path)])
+        on_device = {
+            device: upload(places, device) for device in {layer.keys.device for layer in self.attention_layers}
+        }
         for layer in self.attention_layers:
-            start = layer.keys.shape[2] - num_new
-            index = upload([*range(start), *(start + place for place in path)], layer.keys.device)
+            index = on_device[layer.keys.device]
             layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
         self.row_lengths[0] += len(path)
 
@@ -129,15 +133,25 @@ class RollbackCache:
             layer.reorder_cache(torch.tensor(rows))
 
     def attention_mask(self, num_new: int, device: torch.device) -> torch.Tensor | None:
-        """The 2-D mask, `[B, cached + num_new]`, of a forward that adds `num_new` tokens; `None` where nothing is padding."""
+        """
+        The mask of a forward that adds `num_new` tokens: 2-D, `[B, cached + num_new]`, where something is padding; else the
+        one that attention adds to its scores, where the model takes it, or `None`.
+        """
         longest = max(self.row_lengths)
         if min(self.row_lengths) == longest:
-            return None
+            if num_new == 1 or not self._takes_causal_mask:
+                return None
+            dtype = self.attention_layers[0].keys.dtype
+            shape = (1, 1, num_new, round_up(longest + num_new))
+            hidden = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=device).triu(longest + 1)
+            return hidden[..., : longest + num_new]
         padding = longest - torch.tensor(self.row_lengths)
         return upload((torch.arange(longest + num_new) >= padding[:, None]).long(), device)
 
     def next_positions(self, num_new: int, device: torch.device) -> torch.Tensor:
         """Positions, `[B, num_new]`, of the tokens that a forward adds."""
+        if len(self.row_lengths) == 1:
+            return torch.arange(self.row_lengths[0], self.row_lengths[0] + num_new, device=device)[None]
         return upload(torch.tensor(self.row_lengths)[:, None] + torch.arange(num_new), device)
 
 
@@ -149,6 +163,26 @@ def name_of_cache(model) -> str:
 def upload(values: torch.Tensor | list[int], device: torch.device) -> torch.Tensor:
     """Host values on a device. The host goes on: a plain copy would wait for everything that the device has still to do."""
     return torch.as_tensor(values).to(device, non_blocking=True)
+
+
+def round_up(length: int) -> int:
+    """The width to give a mask of so many keys: kernels copy one whose rows do not begin at multiples of 16, at every layer."""
+    return -(-length // 16) * 16
+
+
+def _takes_causal_mask(model, cache: Cache) -> bool:
+    """
+    Whether one additive mask serves all attention layers. The mask that the model would make is boolean, and every layer
+    would turn it into the additive one anew.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return (
+        config._attn_implementation == "sdpa"
+        and {type(layer) for layer in cache.layers} in ({DynamicLayer}, {DynamicLayer, LinearAttentionLayer})
+        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "linear_attention"}
+        # Falcon makes position biases out of a 2-D mask.
+        and not getattr(config, "alibi", False)
+    )
 
 
 def _sort_layers(cache: Cache, num_rows: int) -> tuple[list[DynamicLayer], dict[int, LinearAttentionLayer]]:

@@ -84,9 +84,9 @@ def verify_drafts(
     draft_probabilities: torch.Tensor | None,
     do_sample: bool,
     generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """
-    Accepts leading drafts and chooses the token behind them.
+    Chooses the token at every position of a block; a draft is accepted where it is that token.
 
     Args:
         scores (`torch.Tensor` of shape `[B, D + 1, vocabulary]`, fp32): the target's processed logits at the anchor and at each
@@ -98,22 +98,28 @@ def verify_drafts(
         generator (`torch.Generator`, *optional*): source of randomness.
 
     Returns:
-        `(num_accepted, tokens)`: of shape `[B]` and `[B, D + 1]`. The first `num_accepted + 1` tokens of a row are what it
-        emits: the accepted drafts and the bonus token.
+        `torch.Tensor` of shape `[B, D + 1]`: a row emits its leading tokens that are its drafts, and the one behind them.
     """
     if draft_probabilities is None:
-        tokens = choose_tokens(scores, do_sample, generator)
-        accepted = tokens[:, :-1] == drafts
-    else:
-        probabilities = scores.softmax(dim=-1)
-        at_drafts, bonus = probabilities[:, :-1], probabilities[:, -1:]
-        p = at_drafts.gather(-1, drafts[..., None])[..., 0]
-        q = draft_probabilities.gather(-1, drafts[..., None])[..., 0]
-        uniform = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype)
-        accepted = uniform * q < p
-        residual = (at_drafts - draft_probabilities).clamp(min=0)
-        # Where p = q nothing is left and nothing is ever rejected, but `multinomial` still wants a distribution.
-        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at_drafts)
-        tokens = _draw(torch.cat([residual, bonus], dim=1), generator)
-        tokens[:, :-1] = torch.where(accepted, drafts, tokens[:, :-1])
-    return accepted.long().cumprod(dim=-1).sum(dim=-1), tokens
+        return choose_tokens(scores, do_sample, generator)
+    probabilities = scores.softmax(dim=-1)
+    at_drafts, bonus = probabilities[:, :-1], probabilities[:, -1:]
+    p = at_drafts.gather(-1, drafts[..., None])[..., 0]
+    q = draft_probabilities.gather(-1, drafts[..., None])[..., 0]
+    uniform = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+    accepted = uniform * q < p
+    # It holds nothing of a rejected draft, for which q >= p.
+    residual = (at_drafts - draft_probabilities).clamp(min=0)
+    # Where p = q nothing is left and nothing is ever rejected, but `multinomial` still wants a distribution.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at_drafts)
+    tokens = _draw(torch.cat([residual, bonus], dim=1), generator)
+    tokens[:, :-1] = torch.where(accepted, drafts, tokens[:, :-1])
+    return tokens
+
+
+def count_agreeing(drafts: list[int], tokens: list[int]) -> int:
+    """How many leading drafts are the tokens that were chosen."""
+    count = 0
+    while count < len(drafts) and drafts[count] == tokens[count]:
+        count += 1
+    return count

@@ -287,6 +287,50 @@ def test_drafter_cache_holds_the_accepted_context_only():
         torch.testing.assert_close(context, features[:, cached:context_length], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_sliding", "qwen3_5"])
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 4)])
+def test_padding_that_all_rows_share_changes_nothing(kind, lengths):
+    target = target_of(kind)
+    prompts = [draw_prompt(length, seed) for seed, length in enumerate(lengths)]
+    input_ids = torch.cat([torch.nn.functional.pad(prompt, (11 - prompt.shape[1], 0)) for prompt in prompts])
+    mask = (input_ids > 0).long()
+    out = speculative_generate(
+        target, drafter_of(kind, "random", 5, None), input_ids, mask, max_new_tokens=30, eos_token_id=NEVER
+    )
+    for row, prompt in zip(out.sequences, prompts, strict=True):
+        expected = decode_plainly(target, prompt, max_new_tokens=30, eos_token_id=NEVER)[0, prompt.shape[1] :]
+        assert row[11:].tolist() == expected.tolist()
+
+
+def test_row_left_alone_is_drafted_for_as_if_it_had_been_alone():
+    target = target_of("qwen3")
+    prompts = [draw_prompt(14, 0), draw_prompt(5, 1)]
+    continuations = [long_continuation(target, prompt) for prompt in prompts]
+    input_ids = torch.cat([prompts[0], torch.cat([torch.zeros(1, 9, dtype=torch.long), prompts[1]], dim=1)])
+    attention_mask = (input_ids > 0).long()
+    drafter = make_drafter(target, 5)
+
+    def record(end_place, *prompt):
+        calls = []
+        handle = drafter.register_forward_hook(
+            lambda m, args, kwargs, out: calls.append(kwargs | out), with_kwargs=True
+        )
+        end_token = continuations[0][14 + end_place]
+        assert end_token not in continuations[1][5:20]
+        speculative_generate(target, drafter, *prompt, max_new_tokens=15, eos_token_id=end_token)
+        handle.remove()
+        return {int(call["position_ids"][-1, -5]): call for call in calls if len(call["position_ids"]) == 1}
+
+    # The longer row ends with the pass over the prompts, or in a block.
+    for end_place in (0, 4):
+        beside, alone = record(end_place, input_ids, attention_mask), record(end_place, prompts[1])
+        assert len(beside) > 2 and beside.keys() <= alone.keys()
+        for anchor, call in beside.items():
+            assert torch.equal(call["position_ids"], alone[anchor]["position_ids"])
+            for name in ("context_hidden_states", "last_hidden_state"):
+                torch.testing.assert_close(call[name], alone[anchor][name], rtol=0, atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_processors_see_the_tokens_that_generate_would_show_them(kind):
     target, input_ids = target_of(kind), draw_prompt(7, 1)

@@ -77,6 +77,31 @@ def test_recurrent_states_are_those_of_the_accepted_tokens_alone():
             torch.testing.assert_close(state, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.compat
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_full_attention_is_given_the_mask_that_each_layer_would_make(kind):
+    target = make_target(kind, torch.float64)
+    cache = RollbackCache(DynamicCache(config=target.config), [7], target)
+    with cache:
+        target(torch.randint(3, 95, (1, 7)), past_key_values=cache.cache, use_cache=True)
+        mask = cache.attention_mask(5, torch.device("cpu"))
+    assert mask.dtype == torch.float64 and mask.shape == (1, 1, 5, 12)
+    assert torch.equal(mask[0, 0] == 0, torch.ones(5, 12, dtype=torch.bool).tril(7))
+    assert mask[mask < 0].unique().tolist() == [torch.finfo(torch.float64).min]
+    # Otherwise attention on a GPU copies it at every layer.
+    assert all(stride % 16 == 0 for stride in mask.stride()[:3])
+    assert cache.attention_mask(1, torch.device("cpu")) is None
+
+
+def test_target_that_needs_masks_of_its_own_makes_them():
+    eager = make_target("llama")
+    eager.set_attn_implementation("eager")
+    for target in (make_target("qwen3_sliding"), eager):
+        cache = RollbackCache(DynamicCache(config=target.config), [7], target)
+        assert cache.attention_mask(5, torch.device("cpu")) is None
+
+
 class UnknownLayer(DynamicLayer):
     pass
 
