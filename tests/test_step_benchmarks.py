@@ -86,6 +86,15 @@ def test_kernels_are_sorted_into_kinds(monkeypatch):
     assert {name: kind_of_kernel(name) for name in kinds} == kinds
 
 
+def test_decoding_host_time(run):
+    result = run("decoding_host_time.py")
+    stages = result["stages"]
+    assert list(stages) == ["plain", "transformers", "ours"] and stages["plain"]["drafter_ms"] == 0
+    # The same drafts are accepted on both sides.
+    assert stages["ours"]["blocks"] == stages["transformers"]["blocks"] > 0
+    assert set(result["ratios"]) == {"block: transformers / ours", "rest: transformers / ours"}
+
+
 def test_memory(run):
     stages = run("memory.py")["stages"]
     assert stages["varied steps"]["compiled anew"] == 0 and stages["fp32, GiB"]["parameters"] >= 0
