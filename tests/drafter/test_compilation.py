@@ -188,3 +188,14 @@ def test_torch_itself_runs_other_threads_uncompiled_beside_a_full_graph():
     assert count_compiled_pieces_beside(lambda: compiled(states), backend) < 2
     with pytest.raises(ValueError, match="fullgraph"):
         compile_function(torch.cos, fullgraph=True)
+
+
+def test_flex_attention_runs_compiled_or_not_at_all():
+    function = compile_function(modeling_dflash._flex_attention_compiled_only, backend="eager")
+    queries = torch.randn(1, 2, 128, 16)
+    with torch.no_grad():
+        out = function(queries, queries, queries)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries, queries, queries)
+    torch.testing.assert_close(out, expected)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="about to run uncompiled"):
+        function(queries, queries, queries)
