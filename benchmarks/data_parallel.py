@@ -19,6 +19,7 @@ trainer, random weights and documents, the same micro-batches a rank in each lay
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -180,7 +181,7 @@ def add_layout(arguments, layout: Layout, stages: dict) -> None:
     results = {"device": device, "versions": {p: version(p) for p in PACKAGES if version(p)}, "layouts": {}}
     if arguments.output and arguments.output.is_file():
         results |= {"layouts": json.loads(arguments.output.read_text())["layouts"]}
-    command = " ".join(["benchmarks/data_parallel.py", *sys.argv[1:]])
+    command = shlex.join(["benchmarks/data_parallel.py", *sys.argv[1:]])
     results["layouts"][name] = {
         "processes": WORLD_SIZE,
         "targets_per_process": len(layout.places),

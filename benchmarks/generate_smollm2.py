@@ -9,7 +9,6 @@ both sides. The completions stay in the output folder; a run that was stopped go
 """
 
 import argparse
-import gzip
 import json
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflash.data.completion_folder import ReplyLimits
 from hf_dflash.data.local_completions import generate_completions_locally
+from hf_dflash.data.sources import open_jsonl
 
 
 def measure_plain_generate(arguments, seconds: float) -> dict:
@@ -27,8 +27,7 @@ def measure_plain_generate(arguments, seconds: float) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=getattr(torch, arguments.dtype))
     model = model.to(arguments.device).eval()
-    opened = gzip.open if arguments.prompts.suffix == ".gz" else open
-    with opened(arguments.prompts, "rt", encoding="utf-8") as file:
+    with open_jsonl(arguments.prompts) as file:
         rows = [json.loads(line) for line, _ in zip(file, range(4096), strict=False)]
     replies = tokens = 0
     started = time.perf_counter()

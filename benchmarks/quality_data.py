@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_dflash.atomic_files import replacing
 from hf_dflash.data.chat import render_conversation
 from hf_dflash.data.local_generation import LocalSampling, generate_replies
+from hf_dflash.data.sources import open_jsonl
 from hf_dflash.evaluation.benchmark import encode_prompt
 
 
@@ -55,8 +56,7 @@ def prompt_of(row: dict) -> np.ndarray:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    with open_jsonl(path) as file:
         return [json.loads(line) for line in file if line.strip()]
 
 
