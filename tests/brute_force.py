@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""DESIGN section 3 in plain loops, one position at a time: what the vectorized code is compared with."""
+"""Anchors, supervised slots, masks and the walk of a reply in plain loops: what the vectorized code is compared with."""
 
 import math
 

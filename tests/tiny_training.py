@@ -140,6 +140,6 @@ class GradientRecorder(TrainerCallback):
 
 
 def relative_difference(gradients: dict, reference: dict) -> float:
-    """max |difference| / max |g|, over all tensors together (DESIGN 3.12)."""
+    """max |difference| / max |g|, over all tensors together."""
     largest = max(float(g.abs().max()) for g in reference.values())
     return max(float((gradients[name] - reference[name]).abs().max()) for name in reference) / largest

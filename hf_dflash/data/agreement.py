@@ -5,7 +5,7 @@ Are these completions the target's own? The share of reply tokens that are the t
 
 Greedy completions of the target give a share near 1 (numerics of another engine cost a little), sampled ones less, those
 of another model much less. A drafter learns what the target says, so completions of another model teach it at positions
-that the target would never reach (field report A19).
+that the target would never reach.
 """
 
 from typing import TYPE_CHECKING

@@ -3,7 +3,7 @@
 """
 Batches for the target: rows x longest row under a token budget, the same micro-batches whatever the number of processes.
 
-The list of micro-batches of an epoch depends on (lengths, token budget, seed, epoch) only (DESIGN 3.11). Boundaries come
+The list of micro-batches of an epoch depends on (lengths, token budget, seed, epoch) only. Boundaries come
 from the sorted lengths, so the number of micro-batches is the same in every epoch and padding is as small as sorting can
 make it; rows of equal length trade places and the order of the micro-batches is shuffled from epoch to epoch.
 """

@@ -118,7 +118,7 @@ def render_conversation(
     eos_token_ids: Iterable[int] = (),
 ) -> list[ChatSample]:
     """
-    Renders each assistant turn of a conversation as it was served (DESIGN section 1, issue 2 item 4).
+    Renders each assistant turn of a conversation as it was served.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):

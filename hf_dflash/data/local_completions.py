@@ -60,7 +60,7 @@ def generate_completions_locally(
     disable_tqdm: bool = False,
 ) -> dict:
     """
-    Answers prompts with a transformers model, in batches (issue 8).
+    Answers prompts with a transformers model, in batches.
 
     A folder that holds a part of the same run goes on where it was.
 

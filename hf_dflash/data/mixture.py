@@ -36,7 +36,7 @@ def build_mixture(
     mixture: Mixture, *, output_dir: str | None = None, endpoint_url: str | None = None, disable_tqdm: bool = False
 ) -> dict:
     """
-    Builds the prompt set (issue 8).
+    Builds the prompt set.
 
     Args:
         mixture ([`Mixture`]):

@@ -43,7 +43,7 @@ def generate_completions_from_servers(
     disable_tqdm: bool = False,
 ) -> dict:
     """
-    Has servers answer prompts that speak the OpenAI protocol (issue 8).
+    Has servers answer prompts that speak the OpenAI protocol.
 
     A folder that holds a part of the same run goes on where it was.
 

@@ -80,7 +80,7 @@ def tokenize_completions(
     disable_tqdm: bool = False,
 ) -> "Dataset":
     """
-    Tokenizes completions into a dataset for training (issue 3).
+    Tokenizes completions into a dataset for training.
 
     A folder that holds a finished dataset of the same sources and options is used as it is; a stopped run goes on where it
     was; a folder with other sources or options is refused, unless there is not one sample in it.

@@ -13,7 +13,7 @@ class FeatureCapture:
     A context manager that keeps the outputs of chosen decoder layers of each forward pass.
 
     Hooks, and not `output_hidden_states`, because that would keep every layer's output; id k is the output of decoder
-    layer k before the final norm (DESIGN 3.1).
+    layer k before the final norm.
 
     Args:
         target (`PreTrainedModel`): the target.

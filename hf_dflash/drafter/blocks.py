@@ -9,8 +9,6 @@ No slot ever sees target features at or after its anchor: that leak gives a perf
 Shapes: R rows, C context positions of a row, A anchors of a row, B slots of a block, Q = A * B slots of a row.
 A row holds one document (dense masks) or several behind one another (flex attention); `document_ids` tells them apart
 and is -1 on padding. Positions count from the start of the row here, so within a document differences are right.
-
-This file is shipped to the Hub with the model: it imports torch only.
 """
 
 from collections.abc import Callable
@@ -54,7 +52,7 @@ def anchor_hash(seed: int, epoch: int, document_keys: torch.Tensor, positions: t
 
 
 def find_eligible_anchors(loss_mask: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Positions that may start a block: supervised, with a supervised next token in the same document (DESIGN 3.5).
+    """Positions that may start a block: supervised, with a supervised next token in the same document.
 
     Args:
         loss_mask (`torch.Tensor` of shape `[C]`, bool or integer): 1 on supervised tokens.
@@ -84,7 +82,7 @@ def select_anchors(
     seed: int = 0,
     epoch: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws the anchors of the documents of one row (DESIGN 3.5).
+    """Draws the anchors of the documents of one row.
 
     Each document gets min(`num_anchors`, eligible, ceil(`anchor_ratio` * supervised)) anchors: the eligible positions
     with the smallest [`anchor_hash`]. They depend on the document, the seed and the epoch alone.
@@ -160,7 +158,7 @@ def find_supervised_slots(
 ) -> torch.Tensor:
     """Which slots 1 .. B - 1 have a label: slot k iff every token a + 1 .. a + k is supervised and of a's document.
 
-    Supervision stops at the first unsupervised token and does not resume in a later turn (DESIGN 3.4).
+    Supervision stops at the first unsupervised token and does not resume in a later turn.
 
     Args:
         loss_mask (`torch.Tensor` of shape `[C]`), anchors and valid (of shape `[A]`), block_size (`int`),
@@ -204,7 +202,7 @@ def create_anchor_block_mask_mod(
     sliding_window: int | None = None,
     is_causal: bool = False,
 ) -> tuple[Callable, int, int]:
-    """The rule of who sees whom, in the form that flex attention and [`create_dense_mask`] share (DESIGN 3.3).
+    """The rule of who sees whom, in the form that flex attention and [`create_dense_mask`] share.
 
     Keys 0 .. C - 1 are the context, keys C .. C + Q - 1 the slots themselves.
 

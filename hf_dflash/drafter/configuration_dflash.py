@@ -168,7 +168,7 @@ class DFlashConfig(PretrainedConfig):
 
 
 def check_target_layer_ids(target_layer_ids: list[int], num_target_layers: int | None) -> None:
-    """Refuses layer ids that an engine would read differently or not at all (DESIGN 3.1).
+    """Refuses layer ids that an engine would read differently or not at all.
 
     Raises:
         `ValueError`: if the ids are empty, repeated, not increasing, negative, or reach the target's last layer.
@@ -191,7 +191,7 @@ def check_target_layer_ids(target_layer_ids: list[int], num_target_layers: int |
 
 
 def select_target_layer_ids(num_target_layers: int, num_target_features: int = 5) -> list[int]:
-    """The layers whose outputs the drafter reads: evenly spaced from 1 to L - 3, whatever the drafter's depth (DESIGN 3.1).
+    """The layers whose outputs the drafter reads: evenly spaced from 1 to L - 3, whatever the drafter's depth.
 
     Args:
         num_target_layers (`int`): L, the target's decoder layers.

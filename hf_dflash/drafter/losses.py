@@ -181,7 +181,7 @@ def compute_dflash_loss(
     implementation: str | None = None,
     max_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of N blocks (DESIGN 3.6): sum of weight * loss over supervised slots, by a denominator.
+    """The loss of N blocks: sum of weight * loss over supervised slots, by a denominator.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[N, B - 1, H]`):

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""The simulated acceptance length: what decoding would accept, read off a reply that is already written (DESIGN 3.7)."""
+"""The simulated acceptance length: what decoding would accept, read off a reply that is already written."""
 
 import numpy as np
 import torch

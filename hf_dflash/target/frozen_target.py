@@ -173,7 +173,7 @@ class FrozenTarget:
     ) -> TargetFeatures:
         """Runs the target over a right-padded batch.
 
-        Right padding without an attention mask is exact for dense and for hybrid models (DESIGN 3.8): causal attention never
+        Right padding without an attention mask is exact for dense and for hybrid models: causal attention never
         looks right, and recurrent states only flow to the right. Packing would leak through gated-delta-net layers.
 
         Args:

@@ -20,7 +20,7 @@ class HookCapture:
         layer_ids (`list[int]`): strictly increasing; id k is the output of decoder layer k before the final norm.
 
     Raises:
-        `ValueError`: if an id is unusable (see DESIGN 3.1), or the model has no list of decoder layers.
+        `ValueError`: if an id is unusable (see [`check_target_layer_ids`]), or the model has no list of decoder layers.
 
     Example:
 

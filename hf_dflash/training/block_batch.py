@@ -121,7 +121,7 @@ class BlockBatch:
         return int(self.lengths.sum())
 
     def denominator(self, weighting: str, gamma: float) -> float:
-        """This micro-batch's share of what the loss of its optimizer step is divided by (DESIGN 3.6)."""
+        """This micro-batch's share of what the loss of its optimizer step is divided by."""
         if weighting == "dpace":
             return float(self.supervised.sum())
         counts = self.supervised.sum(0).double()

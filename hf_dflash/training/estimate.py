@@ -100,7 +100,7 @@ def sizes_of(target, drafter) -> Sizes:
 
 
 def count_blocks(lengths, supervised, token_budget: int, num_anchors: int, anchor_ratio: float) -> float:
-    """Blocks of an average micro-batch: documents that fit, times what one of them gets (DESIGN 3.5)."""
+    """Blocks of an average micro-batch: documents that fit, times what one of them gets (see [`select_anchors`])."""
     of_document = [min(num_anchors, n, -(-anchor_ratio * n // 1) if anchor_ratio else n) for n in map(int, supervised)]
     return token_budget * sum(of_document) / max(1, sum(map(int, lengths)))
 

@@ -20,7 +20,7 @@ class HeldOutEvaluation:
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """As in [`~transformers.Trainer`], with figures that are exact over batches and ranks (DESIGN 3.7)."""
+        """As in [`~transformers.Trainer`], with figures that are exact over batches and ranks."""
         self._eval_sums = self._new_sums()
         with self.pipeline.exclusive(), self._step_times.excluded():
             output = super().evaluation_loop(
@@ -55,7 +55,7 @@ class HeldOutEvaluation:
 
     @torch.no_grad()
     def simulate_acceptance(self, sequence: torch.Tensor, reply_start: int) -> list[int]:
-        """Walks one reply with the drafter as it is now (DESIGN 3.7), apart from any evaluation.
+        """Walks one reply with the drafter as it is now, apart from any evaluation.
 
         Args:
             sequence (`torch.Tensor` of shape `[L]`, int64): prompt and reply.

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""Where drafters and targets go, decided before anything loads (DESIGN 3.10).
+"""Where drafters and targets go, decided before anything loads.
 
 hf-dflash plan --config recipes/qwen36.yaml --num_processes 2 --num_devices 4
 """

@@ -302,7 +302,7 @@ def prepare_dataset(job: JobArguments, args: DFlashTrainingArguments, sources: l
 
 
 def load_target(job: JobArguments, layer_ids: list[int], places: list[str]) -> list[FrozenTarget]:
-    """Loads this process's targets onto their devices (DESIGN 3.10)."""
+    """Loads this process's targets onto their devices."""
     return load_targets(
         job.target,
         layer_ids,

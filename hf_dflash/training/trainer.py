@@ -485,7 +485,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self.publish_checkpoint(folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user (DESIGN 4)."""
+        """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user."""
         # `push_to_hub` saves into `output_dir` by an internal call; only checkpoints have a folder of their own.
         self._saves_bf16 = not _internal_call or output_dir is None
         try:

@@ -11,7 +11,7 @@ from hf_dflash.data.batching import TokenBudgetBatchSampler
 
 pytestmark = pytest.mark.compat
 
-# DESIGN 3.12
+# What rounding may cost: gradients of the first step in fp32, and weights after several steps in fp64.
 FIRST_STEP_FP32 = 2e-6
 WEIGHTS_FP64 = 1e-10
 
