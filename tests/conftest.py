@@ -51,10 +51,5 @@ def tiny_qwen3():
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen3_sliding():
-    return make_target("qwen3_sliding")
-
-
-@pytest.fixture(scope="session")
 def tiny_qwen3_5():
     return make_target("qwen3_5")

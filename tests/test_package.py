@@ -21,7 +21,7 @@ HEADER = (
 )
 PYTHON_FILES = sorted(
     path.relative_to(ROOT)
-    for folder in ("hf_dflash", "tests", "recipes", "benchmarks")
+    for folder in ("hf_dflash", "tests", "recipes", "benchmarks", "docs")
     for path in (ROOT / folder).rglob("*.py")
 )
 

@@ -18,7 +18,7 @@ VOCAB_SIZE = 96
 HIDDEN_SIZE = 32
 NUM_LAYERS = 6
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 48,
@@ -86,7 +86,7 @@ def make_target(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **
     model_class, config_class, fields = _KINDS[kind]
     # A copy of the nested values: a config may write into what it is given.
     fields = {key: value.copy() if hasattr(value, "copy") else value for key, value in fields.items()}
-    config = config_class(**{**_COMMON, **fields, **overrides})
+    config = config_class(**{**COMMON, **fields, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)

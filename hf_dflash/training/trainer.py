@@ -68,7 +68,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         args ([`DFlashTrainingArguments`], *optional*):
             Options.
         train_dataset (`datasets.Dataset`, *optional*), eval_dataset (`datasets.Dataset` or a `dict` of them, *optional*):
-            Rows with `input_ids`, `loss_mask` and `row_id`, of [`tokenize_completions`].
+            Rows with `input_ids`, `loss_mask`, `length` and `row_id`, of [`tokenize_completions`].
         peft_config (`peft.PeftConfig`, *optional*):
             Trains an adapter on the drafter instead of the drafter itself.
         kwargs:
@@ -87,8 +87,6 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
     """
 
     _tag_names = ["hf_dflash", "dflash", "speculative-decoding"]
-    # Released after 5.18; for earlier releases see `mark_loss_as_scaled`.
-    loss_is_scaled_for_ga = True
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ def test_the_target_is_asked_with_the_template_that_it_is_served_with_and_tokeni
         main(run)
 
 
-def test_a_target_without_a_template_is_refused_at_once_and_a_server_has_its_own(tmp_path, target_folder):
+def test_a_target_without_a_template_is_refused_at_once_and_a_server_has_its_own(tmp_path):
     prompts = write_prompt(tmp_path / "prompts.jsonl")
     make_tokenizer(None).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="no chat template.*--chat-template FILE"):

@@ -45,7 +45,7 @@ def test_results_so_far_are_in_the_file_when_the_time_is_over(benchmark, tmp_pat
     assert sum(summary["prompts"] for summary in saved["summary"].values()) < 9
 
 
-def test_a_differing_token_is_counted_with_the_margin_of_the_targets_logits(benchmark, tmp_path, monkeypatch):
+def test_a_differing_token_is_counted_with_the_margin_of_the_targets_logits(benchmark, monkeypatch):
     decode = benchmark.Run.decode
 
     def decode_wrongly(self, way, input_ids, max_new_tokens):

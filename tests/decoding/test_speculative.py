@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle_drafter import make_drafter, make_oracle
-from tiny_models import make_target
+from tiny_models import COMMON, make_target
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -42,21 +42,7 @@ NEVER = 10_000
 def target_of(kind):
     if kind in BASIC_KINDS:
         return make_target(kind, torch.float64)
-    common = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-    }
+    common = {**COMMON, "tie_word_embeddings": False}
     if kind == "qwen3_5_moe":
         config = Qwen3_5MoeTextConfig(
             **common,

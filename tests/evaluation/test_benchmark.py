@@ -165,7 +165,7 @@ def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, 
     assert f"--drafter {target} is no drafter" in capsys.readouterr().err
 
 
-def test_sampling_options_of_a_greedy_run_are_refused(tmp_path, capsys):
+def test_sampling_options_of_a_greedy_run_are_refused(capsys):
     arguments = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p.jsonl", "--temperature", "0.5"]
     assert hf_dflash(arguments) == 2
     assert "add --do-sample" in capsys.readouterr().err

@@ -305,7 +305,7 @@ def test_what_cannot_be_represented_is_refused_by_name(layout, message):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "draft_model.", "module.dflash_module.", "_orig_mod."])
-def test_weights_of_other_trainers_lose_prefix_and_what_the_target_owns(prefix, tiny_qwen3, tmp_path):
+def test_weights_of_other_trainers_lose_prefix_and_what_the_target_owns(prefix, tiny_qwen3):
     own = make_drafter(tiny_qwen3).state_dict()
     foreign = {f"{prefix}{name}".replace("layers.0.", "layers.0._orig_mod."): tensor for name, tensor in own.items()}
     for name in ("embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq", "t2d", "d2t"):

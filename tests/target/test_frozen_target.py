@@ -134,7 +134,7 @@ def test_the_drafters_autocast_does_not_reach_the_target(kind):
     assert torch.equal(inside.label_ids, plain.label_ids)
 
 
-def test_a_norm_inside_the_embedding_is_passed_over_as_transformers_dflash_does(tiny_qwen3):
+def test_a_norm_inside_the_embedding_is_passed_over_as_transformers_dflash_does():
     class NormedEmbedding(torch.nn.Embedding):
         def __init__(self):
             super().__init__(VOCAB_SIZE, HIDDEN_SIZE)

@@ -23,7 +23,7 @@ def test_layer_k_is_hidden_state_k_plus_1_of_transformers(kind):
         assert torch.equal(feature, hidden_states[layer_id + 1])
 
 
-def test_layers_that_return_tuples_are_understood(tiny_llama):
+def test_layers_that_return_tuples_are_understood():
     class InATuple(nn.Module):
         def __init__(self, layer):
             super().__init__()

@@ -58,7 +58,7 @@ def test_a_users_own_choice_stays(variable, fla_cache, monkeypatch):
     assert os.environ[variable] == "mine" and fla_cache.FLA_CACHE_MODE is fla_cache.FlaCacheMode.DISABLED
 
 
-def test_other_gpus_and_older_releases_measure_for_themselves(fla_cache, monkeypatch):
+def test_other_gpus_and_older_releases_measure_for_themselves(fla_cache):
     fla_cache.get_gpu_info = lambda: "NVIDIA_RTX_4090"
     assert not measured_kernels.use_measured_kernels()
     del fla_cache.FlaCacheMode
