@@ -15,6 +15,7 @@ from ..command_line import CommandParser
 from .chat_client import RetryPolicy
 from .completion_folder import ReplyLimits
 from .server_completions import generate_completions_from_servers
+from .sources import FAILURES
 
 
 _LOCAL_OPTIONS = {
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 def _why_nothing(prompts: list[str], folder: str, num_failed: int) -> str:
     if not num_failed:
         return f"There is no prompt in {', '.join(prompts)}."
-    with open(os.path.join(folder, "failures.jsonl"), encoding="utf-8") as file:
+    with open(os.path.join(folder, FAILURES), encoding="utf-8") as file:
         first = json.loads(file.readline())
     return f"Not one of {num_failed} prompts was answered. The first, {first['id'] or first.get('where')}: {first['detail']}"
 
@@ -93,11 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--target", help="name or folder of the target, to answer on this machine")
 
     group = parser.add_argument_group("sampling (default: what the server chooses; greedy on this machine)")
-    group.add_argument("--max_new_tokens", type=int, help="longer replies are cut")
-    group.add_argument("--temperature", type=float)
-    group.add_argument("--top_p", type=float)
-    group.add_argument("--top_k", type=int)
-    group.add_argument("--seed", type=int)
+    group.add_argument(
+        "--max_new_tokens", type=int, help="longer replies are cut (on this machine at 1024 by default)"
+    )
+    group.add_argument("--temperature", type=float, help="0 is greedy")
+    group.add_argument("--top_p", type=float, help="smallest set of tokens with this probability")
+    group.add_argument("--top_k", type=int, help="most probable tokens to choose from")
+    group.add_argument("--seed", type=int, help="of sampling")
     group.add_argument("--enable_thinking", action=argparse.BooleanOptionalAction, help="for the chat template")
     group.add_argument(
         "--chat_template_kwargs", type=json.loads, metavar="JSON", help="further variables for the template"
@@ -111,28 +114,40 @@ def _parser() -> argparse.ArgumentParser:
 
     defaults = ReplyLimits()
     group = parser.add_argument_group("when to stop (shares of the latest replies)")
-    for name in ("max_empty_share", "max_identical_share", "max_failed_share"):
+    for name, of_what in (
+        ("max_empty_share", "replies without a word"),
+        ("max_identical_share", "replies that are one and the same"),
+        ("max_failed_share", "prompts that failed"),
+    ):
         default = getattr(defaults, name)
-        group.add_argument(f"--{name}", type=float, default=default, help=f"(default: {default})")
+        group.add_argument(f"--{name}", type=float, default=default, help=f"{of_what} (default: {default})")
     group.add_argument("--no_limits", action="store_true", help="stop never")
 
     retry = RetryPolicy()
     group = parser.add_argument_group("with --server")
     group.add_argument("--model", help="its name at the servers (default: the only one)")
     group.add_argument("--concurrency", type=int, help="requests in flight at each server (default: 64)")
-    group.add_argument("--timeout", type=float, default=retry.timeout, help="seconds for a reply (default: 1800)")
     group.add_argument(
-        "--max_attempts", type=int, default=retry.max_attempts, help="tries for each reply (default: 8)"
+        "--timeout", type=float, default=retry.timeout, help="seconds for a reply (default: %(default)g)"
+    )
+    group.add_argument(
+        "--max_attempts", type=int, default=retry.max_attempts, help="tries for each reply (default: %(default)s)"
     )
     group.add_argument("--request_options", type=json.loads, metavar="JSON", help="what else goes into each request")
-    group.add_argument("--no_return_token_ids", dest="return_token_ids", action="store_const", const=False)
+    group.add_argument(
+        "--no_return_token_ids",
+        dest="return_token_ids",
+        action="store_const",
+        const=False,
+        help="do not ask for the exact ids of replies: they are tokenized later",
+    )
     group.add_argument("--api_key_variable", default="OPENAI_API_KEY", help="environment variable that holds the key")
 
     group = parser.add_argument_group("with --target")
     group.add_argument(
         "--chat_template",
         metavar="FILE",
-        help="template the target is served with, if not its own (tokenize takes it too)",
+        help="template the target is served with, if not its own (tokenize and train take it too)",
     )
     group.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1 (default: all)")
     group.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], help="(default: bfloat16)")

@@ -438,37 +438,48 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(
         prog="hf-dflash evaluate",
         description="Acceptance length (bonus token included) and speed of a drafter against plain decoding.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", required=True, help="folder or Hub id of the target")
     parser.add_argument("--drafter", required=True, help="folder or Hub id of the drafter")
     parser.add_argument(
-        "--prompts", required=True, nargs="+", help="JSONL files with `messages`, `turns` or `prompt` rows"
+        "--prompts",
+        required=True,
+        nargs="+",
+        help=f"JSONL files with `messages`, `turns` or `prompt` rows, or sets on the Hub: {', '.join(PROMPT_SETS)}",
     )
-    parser.add_argument("--limit", type=int, help="the first so many prompts of each file or set")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of each turn")
+    parser.add_argument(
+        "--limit", type=int, help="so many prompts of each: the first of a file, any of a set (--seed)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of each turn (default: %(default)s)")
     parser.add_argument(
         "--enable-thinking",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="given to the chat template: as the drafter's completions were written",
+        help="given to the chat template: as the drafter's completions were written (default: on)",
     )
     parser.add_argument("--do-sample", action="store_true", help="draw tokens instead of taking the most likely ones")
-    parser.add_argument("--temperature", type=float, help="default: the target's generation config")
-    parser.add_argument("--top-p", type=float, help="default: the target's generation config")
-    parser.add_argument("--top-k", type=int, help="default: the target's generation config")
+    for name, number in (("--temperature", float), ("--top-p", float), ("--top-k", int)):
+        parser.add_argument(name, type=number, help="of --do-sample (default: the target's generation config)")
     parser.add_argument("--sample-drafts", action="store_true", help="draw the drafts too")
     parser.add_argument("--adaptive-block", action="store_true", help="verify only as many drafts as pay")
     parser.add_argument("--tree-budget", type=int, help="verify a tree of so many drafts (dense targets)")
     parser.add_argument("--cuda-graph", action="store_true", help="replay the verify pass as a CUDA graph")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the order of Hub sets")
     parser.add_argument(
-        "--compare-with-plain", action=argparse.BooleanOptionalAction, default=True, help="time plain decoding too"
+        "--seed", type=int, default=0, help="of sampling, and of what --limit takes of a set (default: 0)"
     )
     parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32", "float64"], help="of both models"
+        "--compare-with-plain",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time plain decoding too (default: on)",
     )
-    parser.add_argument("--device", help="default: the first accelerator, else the CPU")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float16", "float32", "float64"],
+        help="of both models (default: as the target was saved)",
+    )
+    parser.add_argument("--device", help="of both models (default: the first accelerator, else the CPU)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the target's repository")
     parser.add_argument("--output", type=Path, help="folder for acceptance.json, acceptance.md and acceptance.png")
     args = parser.parse_args(argv)

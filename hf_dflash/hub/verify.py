@@ -235,14 +235,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("drafter", help="folder or Hub id, in any layout that `hf-dflash import` reads")
     parser.add_argument("--target", required=True, help="folder or Hub id")
     parser.add_argument("--prompt", action="append", help="a user message; may be repeated")
-    parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument("--max_new_tokens", type=int, default=48, help="decoded for each (default: %(default)s)")
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float16", "float32", "float64"],
         help="of the target (default: as it was saved)",
     )
-    parser.add_argument("--device", help="default: cuda if there is one")
+    parser.add_argument("--device", help="of target and decoding (default: cuda if there is one)")
     arguments = parser.parse_args(argv)
     verdicts = verify_drafter(
         arguments.drafter,
