@@ -34,7 +34,14 @@ from .draft_tree import DraftTree
 from .feature_capture import FeatureCapture
 from .graphed_pass import GraphedPass
 from .target_cache import RollbackCache, name_of_cache, upload
-from .token_selection import choose_tokens, count_agreeing, is_prefix_free, process_logits, verify_drafts
+from .token_selection import (
+    check_processors,
+    choose_tokens,
+    count_agreeing,
+    is_prefix_free,
+    process_logits,
+    verify_drafts,
+)
 
 
 @dataclass
@@ -105,7 +112,8 @@ def speculative_generate(
             the target's generation config, as in `generate`.
         eos_token_id (`int` or `list[int]`, *optional*): tokens that end a row; by default all of the generation config's.
         logits_processor (`LogitsProcessorList`, *optional*), stopping_criteria (`StoppingCriteriaList`, *optional*): further
-            ones, called for one row and one position at a time.
+            ones. Criteria are called for one row at a time; so are processors, which find that row in all places of a batch of the
+            usual size. Neither may remember earlier calls.
         stop_strings (`str` or `list[str]`, *optional*): end a row once its text contains one. Needs `tokenizer`.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's.
         streamer (`BaseStreamer`, *optional*): is given the prompt, then the tokens of each block. One prompt only.
@@ -122,8 +130,8 @@ def speculative_generate(
         generation_kwargs: any other argument of `generate` (`repetition_penalty`, `generation_config`, ...).
 
     Raises:
-        `ValueError`: if drafter and target do not fit, prompts are not padded on the left, or the target's cache cannot be
-            rolled back.
+        `ValueError`: if drafter and target do not fit, prompts are not padded on the left, the target's cache cannot be
+            rolled back, or a logits processor keeps a state (`guidance_scale`, SynthID watermarks).
 
     Example:
 
@@ -157,6 +165,8 @@ def speculative_generate(
         "eos_token_id": eos_token_id,
     }
     generation_kwargs.update({name: value for name, value in chosen.items() if value is not None})
+    # Targets that were saved by a training run may say `False`. The output does not depend on it, rolling back does.
+    generation_kwargs["use_cache"] = True
 
     loop = _SpeculativeLoop(drafter, streamer, generator, sample_drafts, adaptive_block, tree_budget, cuda_graph)
     if cuda_graph:
@@ -226,6 +236,7 @@ class _SpeculativeLoop:
     ) -> SpeculativeOutput:
         if generation_config.num_beams > 1:
             raise ValueError("Speculative decoding follows one continuation of a prompt: `num_beams` must be 1.")
+        check_processors(logits_processor)
         self.target, self.logits_processor = target, logits_processor
         self.cache_name = name_of_cache(target)
         self.do_sample = generation_config.do_sample
@@ -278,7 +289,7 @@ class _SpeculativeLoop:
             logits = self._prefill(input_ids, prompt_mask, cache)
             self.target_cache.record()
             features, fresh = _align_left(self.capture.take(), lengths), lengths
-            scores = process_logits(logits.float(), self.logits_processor, list(input_ids))
+            scores = self._process(list(range(len(rows))), logits, list(input_ids))
             first = choose_tokens(scores, self.do_sample, self.generator)
             active = self._emit(list(range(len(rows))), first, first.tolist(), is_block=False)
             if active and len(active) < len(rows):
@@ -389,7 +400,7 @@ class _SpeculativeLoop:
             self.target_cache.attention_mask(num_drafts + 1, anchors.device),
             self.target_cache.next_positions(num_drafts + 1, anchors.device),
         )
-        scores = process_logits(logits.float(), self.logits_processor, self._prefixes(active, drafts))
+        scores = self._process(active, logits, self._prefixes(active, drafts))
         chosen = verify_drafts(scores, drafts, draft_probabilities, self.do_sample, self.generator)
         emitted = []
         # The one place of a block where the host waits for the device.
@@ -489,6 +500,9 @@ class _SpeculativeLoop:
             use_cache=True,
         ).logits
         return logits, self.capture.take()
+
+    def _process(self, active: list[int], logits: torch.Tensor, prefixes: list[torch.Tensor]) -> torch.Tensor:
+        return process_logits(logits.float(), self.logits_processor, prefixes, active, len(self.rows))
 
     def _prefixes(self, active: list[int], drafts: torch.LongTensor) -> list[torch.Tensor]:
         """For each row, all its tokens and the drafts behind them, where a processor looks at earlier tokens."""

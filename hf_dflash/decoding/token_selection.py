@@ -31,13 +31,38 @@ _PREFIX_FREE_PROCESSORS = (
 )
 
 
+# Processors that remember earlier calls, by the argument of `generate` that makes them: they would remember rejected drafts.
+_STATEFUL_PROCESSORS = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
+
+
 def is_prefix_free(processor) -> bool:
     """Whether a logits processor looks at the scores alone."""
     return type(processor).__name__ in _PREFIX_FREE_PROCESSORS
 
 
+def check_processors(logits_processor: LogitsProcessorList) -> None:
+    """
+    Raises:
+        `ValueError`: if a processor keeps a state from one token to the next, naming it and what made it.
+    """
+    for processor in logits_processor:
+        name = type(processor).__name__
+        if name in _STATEFUL_PROCESSORS:
+            raise ValueError(
+                f"{name} keeps a state from one token to the next, which drafts that are rejected would spoil: leave out "
+                f"`{_STATEFUL_PROCESSORS[name]}`, or decode without a drafter."
+            )
+
+
 def process_logits(
-    logits: torch.Tensor, logits_processor: LogitsProcessorList, prefixes: list[torch.Tensor]
+    logits: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    prefixes: list[torch.Tensor],
+    rows: list[int] | None = None,
+    num_rows: int = 1,
 ) -> torch.Tensor:
     """
     Applies logits processors at every position of a block, as `generate` would at each step.
@@ -47,22 +72,28 @@ def process_logits(
         logits_processor (`LogitsProcessorList`): as `generate` prepares it.
         prefixes (`list[torch.Tensor]`): for each row, the ids `[tokens]` of everything up to the last position of the block;
             position i of the block sees all but the last `length - 1 - i` of them.
+        rows (`list[int]`, *optional*), num_rows (`int`, *optional*, defaults to 1): which prompts of the batch these are, and how
+            many it began with: processors may be made for all of them (lengths of padding, `prefix_allowed_tokens_fn`). By
+            default the only one.
 
     Returns:
         `torch.Tensor` of the shape of `logits`.
     """
     if not logits_processor:
         return logits
-    rows, length, vocabulary = logits.shape
+    batch, length, vocabulary = logits.shape
     if all(is_prefix_free(processor) for processor in logits_processor):
-        flat = logits.reshape(rows * length, vocabulary)
+        flat = logits.reshape(batch * length, vocabulary)
         # The ids are not looked at, but there must be as many rows of them.
-        return logits_processor(flat.new_zeros(rows * length, 1, dtype=torch.long), flat).view_as(logits)
+        return logits_processor(flat.new_zeros(batch * length, 1, dtype=torch.long), flat).view_as(logits)
     processed = torch.empty_like(logits)
-    for row, prefix in enumerate(prefixes):
+    for place, prefix in enumerate(prefixes):
+        row = 0 if rows is None else rows[place]
         for position in range(length):
             seen = prefix[None, : prefix.shape[0] - (length - 1 - position)]
-            processed[row, position] = logits_processor(seen, logits[row : row + 1, position].clone())[0]
+            # Rows are of different lengths, so each comes alone, but in all places: a processor knows it by its place.
+            scores = logits_processor(seen.repeat(num_rows, 1), logits[place, position].repeat(num_rows, 1))
+            processed[place, position] = scores[row]
     return processed
 
 

@@ -25,6 +25,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     TextStreamer,
 )
 
@@ -329,6 +330,58 @@ def test_processors_see_the_tokens_that_generate_would_show_them(kind):
         out = speculative_generate(target, oracle, input_ids, max_new_tokens=30, eos_token_id=NEVER, **arguments)
         assert out.sequences.tolist() == plain.tolist()
         assert max(out.acceptance_lengths[0]) > 1
+
+
+def pad_left(prompts):
+    """A batch and its mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, longest - prompt.shape[1] :] = prompt
+    return input_ids, (input_ids > 0).long()
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # transformers 5.2x hands it the padding of each row.
+        {"repetition_penalty": 1.5},
+        {"encoder_repetition_penalty": 1.5},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"prefix_allowed_tokens_fn": lambda row, ids: list(range(3 + row, 95, 3))},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_processors_of_a_batch_know_which_row_they_see(arguments):
+    target = target_of("qwen3")
+    input_ids, attention_mask = pad_left([draw_prompt(length, seed) for seed, length in enumerate((9, 4, 7))])
+    free = decode_plainly(target, input_ids, attention_mask, max_new_tokens=20, eos_token_id=NEVER)
+    # The second row leaves the batch before the others do.
+    arguments = arguments | {"max_new_tokens": 20, "eos_token_id": int(free[1, 9 + 5])}
+    plain = decode_plainly(target, input_ids, attention_mask, **arguments)
+    assert plain.tolist() != free.tolist()
+    sequences = [row[mask.argmax() :].tolist() for row, mask in zip(plain, attention_mask, strict=True)]
+    oracle = make_oracle(target, block_size=5).plan([ids + [0] * 5 for ids in sequences], lambda: 3)
+    out = speculative_generate(target, oracle, input_ids, attention_mask, **arguments)
+    assert out.sequences.tolist() == plain.tolist()
+    assert max(length for row in out.acceptance_lengths for length in row) > 1
+
+
+def test_processors_that_remember_earlier_calls_are_refused_with_the_argument_that_made_them():
+    target, input_ids = target_of("qwen3"), draw_prompt(7, 1)
+    watermark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+    for arguments in ({"guidance_scale": 1.5}, {"watermarking_config": watermark}):
+        with pytest.raises(ValueError, match=f"leave out `{next(iter(arguments))}`"):
+            speculative_generate(target, make_drafter(target), input_ids, max_new_tokens=4, **arguments)
+
+
+def test_target_whose_generation_config_says_no_cache_is_decoded_as_others_are():
+    target, input_ids = make_target("qwen3", torch.float64), draw_prompt(7, 1)
+    target.generation_config.use_cache = target.config.use_cache = False
+    plain = decode_plainly(target, input_ids, max_new_tokens=20, eos_token_id=NEVER)
+    out = speculative_generate(target, make_drafter(target), input_ids, max_new_tokens=20, eos_token_id=NEVER)
+    assert out.sequences.tolist() == plain.tolist()
 
 
 def test_generation_config_of_the_target_counts_as_in_generate():
