@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from .atomic_files import replacing
+
 
 MULTIPART_BYTES = 16 * 2**20
 
@@ -173,17 +175,20 @@ class ObjectStore:
         """Downloads an object. The file appears when it is whole."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            with open(partial, "w+b") as file:
-                self.download_to(uri, file)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(path, "w+b") as file:
+            self.download_to(uri, file)
 
-    def download_folder(self, uri: str, folder: str | os.PathLike) -> int:
+    def download_folder(self, uri: str, folder: str | os.PathLike, *, last: tuple[str, ...] = ()) -> int:
         """
         Downloads all objects under `uri` into `folder`; a file that is there with the same content is left alone.
+
+        Args:
+            uri (`str`):
+                `s3://bucket/prefix`.
+            folder (`str` or `os.PathLike`):
+                Where to.
+            last (`tuple[str, ...]`, *optional*, defaults to `()`):
+                Objects (relative to `uri`) to download when all others are there: their presence says that the rest is.
 
         Returns:
             `int`: the number of objects that were downloaded.
@@ -197,19 +202,21 @@ class ObjectStore:
         if not objects:
             raise FileNotFoundError(f"There is nothing under {prefix}.")
         folder = Path(folder)
-        paths = [folder / item.uri.removeprefix(prefix) for item in objects]
-        for item, path in zip(objects, paths, strict=True):
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"{item.uri} would be written outside {folder}.")
+        names = [item.uri.removeprefix(prefix) for item in objects]
+        for name in names:
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"{prefix}{name} would be written outside {folder}.")
 
-        def download(item: StoredObject, path: Path) -> bool:
-            if path.is_file() and self._is_stored(path, item.uri):
+        def download(name: str) -> bool:
+            path = folder / name
+            if path.is_file() and self._is_stored(path, f"{prefix}{name}"):
                 return False
-            self.download_file(item.uri, path)
+            self.download_file(f"{prefix}{name}", path)
             return True
 
         with ThreadPoolExecutor(self.concurrency) as pool:
-            return sum(pool.map(download, objects, paths))
+            count = sum(pool.map(download, [name for name in names if name not in last]))
+        return count + sum(download(name) for name in last if name in names)
 
     # ---- write
 

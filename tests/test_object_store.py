@@ -89,6 +89,21 @@ def test_content_that_is_not_what_was_uploaded_is_an_error_and_leaves_no_file(st
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_two_processes_may_download_into_one_folder_at_the_same_time(store, tmp_path, monkeypatch):
+    store.write("s3://bucket/shared", b"content")
+    download_to = ObjectStore.download_to
+
+    def meet_another_process(self, uri, file):
+        monkeypatch.undo()
+        with mock.patch("os.getpid", return_value=1):
+            store.download_file("s3://bucket/shared", tmp_path / "file")
+        download_to(self, uri, file)
+
+    monkeypatch.setattr(ObjectStore, "download_to", meet_another_process)
+    store.download_file("s3://bucket/shared", tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"content" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_the_latest_pointer_moves_at_once(store):
     assert store.read_latest("s3://bucket/run") is None
     store.write_latest("s3://bucket/run", "checkpoint-1")

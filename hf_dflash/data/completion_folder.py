@@ -328,7 +328,8 @@ class CompletionFolder:
     def _start_or_resume(self) -> None:
         manifest_path = self.path / "manifest.json"
         if self._store and not manifest_path.exists() and self._store.exists(f"{self.upload_to}/manifest.json"):
-            self._store.download_folder(self.upload_to, self.path)
+            # The manifest last: without it a fetch that was cut short is done again, or its rows would be answered twice.
+            self._store.download_folder(self.upload_to, self.path, last=("manifest.json",))
         if manifest_path.exists():
             self._refuse_other_options(json.loads(manifest_path.read_text()))
         else:

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from s3_server import running_s3
 
 from hf_dflash.data.completion_folder import CompletionFolder, RepliesRefused, ReplyLimits, ReplyWatch
 from hf_dflash.data.on_policy import Reply
+from hf_dflash.object_store import ObjectStore
 
 
 def test_a_run_that_writes_nothing_is_stopped():
@@ -61,6 +63,27 @@ def test_a_line_that_a_kill_cut_is_written_again(tmp_path):
     rows = [json.loads(line) for shard in shards for line in shard.read_text().splitlines()]
     assert [row["id"] for row in rows] == [str(number) for number in range(9)]
     assert manifest["counts"]["rows"] == 9
+
+
+def test_a_fetch_from_s3_that_fails_half_way_is_made_up_for_by_the_next_start(tmp_path, monkeypatch):
+    with running_s3() as url:
+        options = {"shard_rows": 2, "upload_to": "s3://bucket/completions", "endpoint_url": url}
+        with CompletionFolder(tmp_path / "here", {}, **options) as folder:
+            fill(folder, range(6))
+            folder.finish()
+
+        def fail_at_a_shard(self, uri, path):
+            if uri.endswith("completions-00001.jsonl"):
+                raise OSError("connection reset")
+            download(self, uri, path)
+
+        download = ObjectStore.download_file
+        monkeypatch.setattr(ObjectStore, "download_file", fail_at_a_shard)
+        with pytest.raises(OSError, match="connection reset"):
+            CompletionFolder(tmp_path / "there", {}, **options).__enter__()
+        monkeypatch.undo()
+        with CompletionFolder(tmp_path / "there", {}, **options) as folder:
+            assert folder.answered == {"0", "1", "2", "3", "4", "5"}
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
