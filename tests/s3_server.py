@@ -22,6 +22,7 @@ ENVIRONMENT = {
 @contextmanager
 def running_s3(bucket: str = "bucket"):
     """Starts a server with one bucket, in this process's environment too; yields its URL."""
+    from moto.backends import get_backend
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -35,3 +36,5 @@ def running_s3(bucket: str = "bucket"):
             yield url
     finally:
         server.stop()
+        # What is stored belongs to the process, not to the server: the next one would begin with it.
+        get_backend("s3").reset()
