@@ -549,7 +549,10 @@ def _check_prompt_mask(input_ids: torch.LongTensor, attention_mask: torch.Tensor
     """The mask of a batch of prompts, all ones where there is none."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
     if bool((mask[:, 1:] < mask[:, :-1]).any()) or bool((mask[:, -1] == 0).any()):
-        raise ValueError("`attention_mask` has zeros behind ones: pad prompts on the left (`padding_side='left'`).")
+        raise ValueError(
+            "`attention_mask` has zeros behind ones: pad prompts on the left (`padding_side='left'`). Where none was passed, "
+            "`generate` has made one with zeros at all pad tokens: pass one where pad tokens are part of a prompt."
+        )
     return mask
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_dflash import DFlashForSpeculation, create_drafter_config
 from hf_dflash.cli import main
+from hf_dflash.decoding.speculative import speculative_generate
 from hf_dflash.hub.layouts import export_drafter
 from hf_dflash.hub.portability import ENGINES
 from hf_dflash.hub.verify import verify_drafter
@@ -53,6 +54,26 @@ def test_a_good_drafter_has_no_wrong_verdict_in_either_form(target_folder, tmp_p
         assert not [verdict for verdict in verdicts.values() if verdict.is_right is False]
         if importlib.util.find_spec("speculators") is not None:
             assert verdicts["speculators"].is_right
+
+
+def test_tokens_that_tie_within_the_rounding_of_bf16_are_no_fault_and_others_are(target_folder, tmp_path, monkeypatch):
+    save_drafter(target_folder, tmp_path / "native")
+    prompts = [[seed, 11, 13, 17, 19] for seed in range(3, 9)]
+    arguments = {"prompts": prompts, "max_new_tokens": 40, "dtype": torch.bfloat16, "device": "cpu"}
+    verdict = verify_drafter(tmp_path / "native", target_folder, **arguments)[0]
+    assert verdict.engine == "transformers" and verdict.is_right, verdict
+    assert "tie within the rounding of bfloat16" in verdict.reason
+
+    def decode_wrongly(*args, **kwargs):
+        out = speculative_generate(*args, **kwargs)
+        # Inside the second prompt's reply.
+        if out.sequences[0, 0] == 4:
+            out.sequences[0, 20] = (out.sequences[0, 20] + 1) % 90
+        return out
+
+    monkeypatch.setattr("hf_dflash.hub.verify.speculative_generate", decode_wrongly)
+    verdict = verify_drafter(tmp_path / "native", target_folder, **arguments)[0]
+    assert verdict.is_right is False and verdict.reason.endswith("alone: prompt 1 with hf_dflash")
 
 
 def test_the_engines_that_would_compute_something_else_are_named(target_folder, tmp_path):

@@ -42,7 +42,8 @@ class DFlashDraftModel(DFlashForSpeculation):
         Generates what the target generates alone: the same tokens at temperature 0, else the same distribution.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `[B, length]`): prompts, padded on the left.
+            input_ids (`torch.LongTensor` of shape `[B, length]`): prompts, several of them padded on the left with the target's
+                pad token. A single one is taken whole, whatever tokens are in it.
             target (`PreTrainedModel`): the causal language model that this drafter was trained for.
             max_new_tokens (`int`): tokens to generate at most.
             stop_token_ids (`list[int]`, *optional*): tokens that end the text; those of the target's generation config by
@@ -58,6 +59,7 @@ class DFlashDraftModel(DFlashForSpeculation):
             target,
             self,
             input_ids,
+            torch.ones_like(input_ids) if len(input_ids) == 1 else None,
             max_new_tokens=max_new_tokens,
             eos_token_id=stop_token_ids,
             return_stats=False,
