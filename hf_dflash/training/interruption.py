@@ -84,6 +84,8 @@ class StopCallback(TrainerCallback):
 class CatchUpCallback(TrainerCallback):
     """Makes up for an evaluation that was due where the run stopped: after the save, or cut short by a signal.
 
+    The checkpoint also brought the steps between logs, evaluations and saves of the run that saved it: this run's hold now.
+
     Args:
         trainer ([`DFlashTrainer`]): whose run goes on.
     """
@@ -94,6 +96,7 @@ class CatchUpCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
             return
+        state.compute_steps(args, state.max_steps)
         interval = {"steps": state.eval_steps, "epoch": self.trainer.steps_per_epoch}.get(args.eval_strategy)
         is_due = interval and state.global_step % interval == 0
         is_done = any("eval_runtime" in entry and entry["step"] == state.global_step for entry in state.log_history)

@@ -18,15 +18,18 @@ from .checkpoint import CHECKPOINT_FILE
 _SAMPLED_ROWS = 256
 # Elements from either end of each of a target's tensors.
 _SAMPLED_ELEMENTS = 8
+# What the same adapter weights mean depends on these; its modules and rank show in the shapes.
+_OF_AN_ADAPTER = ("peft_type", "lora_alpha", "use_rslora", "use_dora")
 
 
-def describe_run(drafter_config, target, dataset, args) -> dict:
-    """The contract of a run: what decides blocks, batches and labels.
+def describe_run(drafter, drafter_config, target, dataset, args) -> dict:
+    """The contract of a run: what decides blocks, batches and labels, and what states and adapters are of.
 
-    Learning rate, schedule, loss, logging and saving are not in it: changing them half-way is a decision, not a mistake.
+    Learning rate, schedule, loss, logging and saving are not in it: changing them half-way is a decision, not a mistake, and
+    holds from there (see [`keep_options`]).
 
     Args:
-        drafter_config ([`DFlashConfig`]): of the drafter.
+        drafter ([`DFlashForSpeculation`] or `peft.PeftModel`), drafter_config ([`DFlashConfig`]): what is trained.
         target ([`FrozenTarget`]): that it learns from.
         dataset (`datasets.Dataset`): that it is trained on.
         args ([`DFlashTrainingArguments`]): of the run.
@@ -37,6 +40,9 @@ def describe_run(drafter_config, target, dataset, args) -> dict:
     names = ("block_size", "mask_token_id", "target_layer_ids", "is_causal", "layer_types", "sliding_window")
     return {
         **{name: getattr(drafter_config, name) for name in names},
+        "adapter": fingerprint_adapter(drafter),
+        # Fused or not, they have the same state.
+        "optimizer": "muon" if args.matrix_optimizer == "muon" else str(args.optim.value).removesuffix("_fused"),
         "target": fingerprint_target(target.model),
         "dataset": fingerprint_dataset(dataset),
         "seed": args.seed,
@@ -63,11 +69,12 @@ def check_contract(checkpoint: str | os.PathLike, contract: dict) -> None:
     Raises:
         `ValueError`: naming each difference with both values.
     """
+    # A checkpoint of an earlier release may say less.
     stored = read_contract(checkpoint)
     differences = [
         f"{name} is {contract.get(name)}, the checkpoint has {stored.get(name)}"
-        for name in dict.fromkeys([*stored, *contract])
-        if stored.get(name) != contract.get(name)
+        for name in stored
+        if stored[name] != contract.get(name)
     ]
     if differences:
         weights = "A_COPY_OF_IT" if is_object_uri(checkpoint) else checkpoint
@@ -78,19 +85,39 @@ def check_contract(checkpoint: str | os.PathLike, contract: dict) -> None:
 
 
 @torch.no_grad()
+def fingerprint_adapter(drafter) -> str | None:
+    """A digest of an adapter's kind and shapes and of the drafter below it, which is in no checkpoint; `None` without one."""
+    configs = getattr(drafter, "peft_config", None)
+    if not configs:
+        return None
+    digest = hashlib.sha256()
+    for name, config in sorted(configs.items()):
+        kept = {option: getattr(config, option, None) for option in _OF_AN_ADAPTER}
+        digest.update(f"{name}{json.dumps(kept, default=str)}".encode())
+    trainable = [f"{name}{tuple(p.shape)}" for name, p in drafter.named_parameters() if p.requires_grad]
+    digest.update("".join(sorted(trainable)).encode())
+    _update_with_tensors(digest, ((name, p) for name, p in drafter.named_parameters() if not p.requires_grad))
+    return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
 def fingerprint_target(model) -> str:
     """A digest of a target: its text configuration and a few elements of each of its tensors."""
     config = model.config.get_text_config(decoder=True).to_dict()
     kept = {k: v for k, v in config.items() if not k.startswith("_") and k not in ("dtype", "transformers_version")}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        if parameter.device.type == "meta":
+    _update_with_tensors(digest, model.named_parameters())
+    return digest.hexdigest()[:16]
+
+
+def _update_with_tensors(digest, named_tensors) -> None:
+    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        if tensor.device.type == "meta":
             continue
-        flat = parameter.detach().flatten()
+        flat = tensor.detach().flatten()
         ends = torch.cat([flat[:_SAMPLED_ELEMENTS], flat[-_SAMPLED_ELEMENTS:]])
         digest.update(ends.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def fingerprint_dataset(dataset) -> str:

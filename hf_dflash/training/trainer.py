@@ -49,6 +49,7 @@ from .muon import MuonWithAdamW
 from .plan import check_launch, place_targets_of_this_process
 from .publishing import HubPublishing
 from .resume_contract import check_contract, describe_run, read_contract
+from .resumed_options import keep_options
 from .run_watch import RunLogCallback, watch_run
 from .s3_checkpoints import S3Callback, fetch_checkpoint, locate_checkpoint
 from .step_times import StepTimes, StepTimesCallback
@@ -219,6 +220,13 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
                 self.model, self.args.learning_rate, self.args.weight_decay, betas, self.args.adam_epsilon
             )
         return super().create_optimizer(model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.is_deepspeed_enabled:
+            # DeepSpeed has loaded both already.
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        with keep_options(self.optimizer, self.lr_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Forward ----
 
@@ -414,7 +422,9 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
             else:
                 chosen = balance_anchors(self)
             self.args.num_anchors, self.args.anchor_ratio = chosen
-        self._contract = describe_run(self.drafter_config, self.target, self.train_dataset, self.args)
+        self._contract = describe_run(
+            self.accelerator.unwrap_model(self.model), self.drafter_config, self.target, self.train_dataset, self.args
+        )
         self._train_sums, self._saved_step = self._new_sums(), None
         if resume_from_checkpoint:
             check_contract(resume_from_checkpoint, self._contract)

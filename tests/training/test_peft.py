@@ -138,3 +138,22 @@ def test_an_adapted_target_trains_and_is_no_other_run_by_accident(adapter, tmp_p
     trainer(adapter=adapter).train()
     with pytest.raises(ValueError, match="target is "):
         trainer().train(resume_from_checkpoint=True)
+
+
+def test_an_adapter_goes_on_only_as_it_was_and_on_the_drafter_that_it_was_made_for(base, tmp_path):
+    make_trainer(tmp_path / "run", drafter=base, peft_config=lora(), max_steps=2, save_strategy="epoch").train()
+
+    def go_on(peft_config, scale=1.0):
+        drafter = DFlashForSpeculation.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        with torch.no_grad():
+            drafter.layers[0].mlp.up_proj.weight.mul_(scale)
+        trainer = make_trainer(tmp_path / "run", drafter=drafter, peft_config=peft_config, max_steps=3)
+        trainer.train(resume_from_checkpoint=True)
+        return trainer.state.global_step
+
+    other_scaling = lora()
+    other_scaling.lora_alpha = 16
+    for changed in ({"peft_config": lora(), "scale": 1.5}, {"peft_config": other_scaling}, {"peft_config": None}):
+        with pytest.raises(ValueError, match="adapter is .*, the checkpoint has [0-9a-f]{16}"):
+            go_on(**changed)
+    assert go_on(lora()) == 3

@@ -229,6 +229,8 @@ def other_target():
         ({"num_anchors": 7}, "num_anchors is 7, the checkpoint has 512"),
         ({"anchor_ratio": 0.5}, "anchor_ratio is 0.5, the checkpoint has 0.25"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps is 1, the checkpoint has 2"),
+        ({"optim": "sgd"}, "optimizer is sgd, the checkpoint has adamw_torch"),
+        ({"matrix_optimizer": "muon"}, "optimizer is muon, the checkpoint has adamw_torch"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -242,6 +244,46 @@ def test_what_may_change_half_way_is_not_refused(output_dir):
     trainer = trainer_of(output_dir, learning_rate=1e-3, max_steps=5, logging_steps=1)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 5
+
+
+def learning_rates(trainer):
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+@pytest.mark.parametrize("matrix_optimizer", ["same", "muon"])
+def test_options_of_the_optimizer_that_change_half_way_hold_from_there(matrix_optimizer, tmp_path):
+    old = {"matrix_optimizer": matrix_optimizer, "logging_steps": 1}
+    new = {**old, "learning_rate": 1e-3, "weight_decay": 0.5, "adam_beta2": 0.9, "lr_scheduler_type": "linear"}
+    trainer_of(tmp_path / "run", **old, callbacks=[StopAt(5, by_control)]).train()
+    resumed, reference = trainer_of(tmp_path / "run", **new), trainer_of(tmp_path / "reference", **new)
+    resumed.train(resume_from_checkpoint=True)
+    reference.train()
+    assert learning_rates(resumed)[5:] == learning_rates(reference)[5:]
+    names = ("initial_lr", "weight_decay", "betas")
+    groups, wanted = (
+        [{name: group.get(name) for name in names} for group in trainer.optimizer.param_groups]
+        for trainer in (resumed, reference)
+    )
+    assert groups == wanted
+
+
+def test_steps_between_logs_evaluations_and_saves_that_change_half_way_hold_from_there(tmp_path):
+    old = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5, "logging_steps": 1}
+    trainer_of(tmp_path, **old, callbacks=[StopAt(5, by_control)]).train()
+    resumed = trainer_of(tmp_path, **{**old, "eval_steps": 4, "save_steps": 3, "logging_steps": 2})
+    resumed.train(resume_from_checkpoint=True)
+    log = resumed.state.log_history
+    assert [entry["step"] for entry in log if "learning_rate" in entry] == [1, 2, 3, 4, 5, 6, 8, 10, 12]
+    assert [entry["step"] for entry in log if "eval_loss" in entry] == [5, 8, 12]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (5, 6, 9, 12)}
+
+
+def test_a_checkpoint_of_an_earlier_release_may_say_less(output_dir):
+    path = output_dir / "checkpoint-4" / CHECKPOINT_FILE
+    content = json.loads(path.read_text())
+    del content["contract"]["optimizer"]
+    path.write_text(json.dumps(content))
+    trainer_of(output_dir, max_steps=5).train(resume_from_checkpoint=str(path.parent))
 
 
 def test_the_same_rows_in_another_folder_are_the_same_dataset(output_dir, tmp_path):
