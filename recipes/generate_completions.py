@@ -9,10 +9,11 @@
 and goes on again after whatever stops it. docs/completions.md shows how to start the servers and how to choose the lengths.
 """
 
-import argparse
 import sys
 import time
 
+from hf_dflash.cli import explain_mistakes
+from hf_dflash.command_line import CommandParser
 from hf_dflash.data.prompts import count_prompts
 from hf_dflash.data.server_completions import generate_completions_from_servers
 from hf_dflash.data.sources import list_sources
@@ -37,8 +38,8 @@ def describe_cost(num_prompts: int, this_run: dict, seconds: float, num_gpus: in
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> None:
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", help="what `hf-dflash mix` wrote")
     parser.add_argument("output", help="folder of completions")
     parser.add_argument("--servers", nargs="+", required=True, metavar="URL")
@@ -50,7 +51,7 @@ def main() -> int:
     )
     parser.add_argument("--num_gpus", type=int, default=1, help="of all servers together, for the estimate")
     parser.add_argument("--gpu_hour_price", type=float, default=2.5, help="for the estimate")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     started = time.monotonic()
     manifest = generate_completions_from_servers(
@@ -66,15 +67,14 @@ def main() -> int:
     )
     if arguments.estimate:
         if not manifest["this_run"]["rows"]:
-            sys.exit(
+            raise ValueError(
                 f"{arguments.output} has the answers of an estimate already: choose an empty folder to measure again."
             )
         num_prompts = count_prompts(list_sources(arguments.prompts))
         seconds = time.monotonic() - started
         cost = describe_cost(num_prompts, manifest["this_run"], seconds, arguments.num_gpus, arguments.gpu_hour_price)
         print(cost)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(explain_mistakes("generate_completions.py", main, sys.argv[1:]))

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from hf_dflash.atomic_files import replacing, write_json
+from hf_dflash.cli import explain_mistakes
 from hf_dflash.data.sources import open_jsonl
 from hf_dflash.evaluation.benchmark import measure_acceptance
 from hf_dflash.training.curves import plot_curves
@@ -97,7 +98,7 @@ def main(argv: list[str]) -> None:
         flags += ["--use_cpu", "true"]
         # `accelerate launch` leaves a process one thread.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    job, args = parse_job([*flags, *argv])
+    job, args = parse_job([*flags, *argv], prog="quickstart.py")
     if job.eval_completions is None:
         train, heldout = hold_out(job.completions[0], args.output_dir)
         job.completions, job.eval_completions = [train, *job.completions[1:]], [heldout]
@@ -167,4 +168,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(explain_mistakes("quickstart.py", main, sys.argv[1:]))

@@ -19,8 +19,9 @@ The completions that ship with the pocket target:
 
 import sys
 
+from hf_dflash.cli import explain_mistakes
 from hf_dflash.data.tokenization import main
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(explain_mistakes("tokenize_completions.py", main, sys.argv[1:]))

@@ -9,13 +9,15 @@ Any option of `hf-dflash train --help` can be given and beats the file. Every 40
 evaluated.
 """
 
-import gzip
 import os
 import sys
+from pathlib import Path
 
 import torch
 
+from hf_dflash.atomic_files import replacing
 from hf_dflash.cli import explain_mistakes
+from hf_dflash.data.sources import open_jsonl
 from hf_dflash.training.run import parse_job, run_job
 
 
@@ -31,15 +33,12 @@ def hold_out(path: str, output_dir: str) -> tuple[str, str]:
         `(train, heldout)`: two JSONL files in `output_dir`.
     """
     os.makedirs(output_dir, exist_ok=True)
-    train, heldout = (os.path.join(output_dir, f"completions_{name}.jsonl") for name in ("train", "heldout"))
-    with (
-        gzip.open(path, "rt", encoding="utf-8") as source,
-        open(train, "w", encoding="utf-8") as train_file,
-        open(heldout, "w", encoding="utf-8") as heldout_file,
-    ):
+    train, heldout = (Path(output_dir, f"completions_{name}.jsonl") for name in ("train", "heldout"))
+    # Each process of a launch writes them, and the first one reads.
+    with open_jsonl(path) as source, replacing(train, "wb") as train_file, replacing(heldout, "wb") as heldout_file:
         for number, line in enumerate(source):
             (train_file if number % HELD_OUT_EVERY else heldout_file).write(line)
-    return train, heldout
+    return str(train), str(heldout)
 
 
 def main(argv: list[str]) -> None:
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> None:
         flags += [name, default] if name not in given else []
     if not torch.cuda.is_available():
         flags += ["--use_cpu", "true", "--bf16", "false"]
-    job, args = parse_job([*flags, *argv])
+    job, args = parse_job([*flags, *argv], prog="train_smollm2.py")
     if job.completions == [COMPLETIONS]:
         train, heldout = hold_out(COMPLETIONS, args.output_dir)
         job.completions, job.eval_completions = [train], [heldout]
