@@ -48,27 +48,50 @@ def describe_training(trainer, *, license: str | None = None, datasets: list[str
     Returns:
         [`TrainingRecord`]: of plain values only.
     """
-    args, state = trainer.args, trainer.state
-    values = {name: getattr(args, name) for name in HYPERPARAMETERS}
-    progress = None
-    if state.global_step:
-        is_over = state.global_step >= state.max_steps
-        progress = (
-            f"{state.global_step} steps." if is_over else f"Under way: step {state.global_step} of {state.max_steps}."
-        )
+    args = trainer.args
+    names = HYPERPARAMETERS
+    if args.max_steps > 0:
+        # It counts in place of the epochs.
+        names = ["max_steps" if name == "num_train_epochs" else name for name in HYPERPARAMETERS]
+    values = {name: getattr(args, name) for name in names}
     return TrainingRecord(
         data=_describe_data(trainer.train_dataset),
         datasets=datasets or args.hub_datasets or [],
         hyperparameters={name: getattr(value, "value", value) for name, value in values.items()},
         acceptance=_read_acceptance(trainer),
         license=license or args.hub_license,
-        progress=progress,
+        progress=_describe_progress(trainer),
         versions={
             "hf_dflash": __version__,
             "Transformers": transformers.__version__,
             "PyTorch": str(torch.__version__),
         },
     )
+
+
+def _has_ended(state) -> bool:
+    return any("train_runtime" in entry and entry["step"] == state.global_step for entry in state.log_history)
+
+
+def _find_best_step(trainer) -> int | None:
+    """The step whose weights were put back when training ended, `None` if the weights are the newest ones."""
+    args, state = trainer.args, trainer.state
+    is_put_back = args.load_best_model_at_end and state.best_model_checkpoint is not None and _has_ended(state)
+    return state.best_global_step if is_put_back else None
+
+
+def _describe_progress(trainer) -> str | None:
+    state, best_step = trainer.state, _find_best_step(trainer)
+    if not state.global_step:
+        return None
+    if state.global_step >= state.max_steps:
+        text = f"{state.global_step} steps."
+    else:
+        word = "Ended at" if _has_ended(state) else "Under way:"
+        text = f"{word} step {state.global_step} of {state.max_steps}."
+    if best_step not in (None, state.global_step):
+        text += f" The weights are those of step {best_step}, the best by `{trainer.args.metric_for_best_model}`."
+    return text
 
 
 def _describe_data(dataset) -> str | None:
@@ -83,7 +106,13 @@ def _describe_data(dataset) -> str | None:
 def _read_acceptance(trainer) -> list[AcceptanceFigure]:
     """The newest figure of each evaluation dataset, and the newest one that was really decoded."""
     newest: dict[str, dict] = {}
-    for entry in trainer.state.log_history:
+    history, best_step = trainer.state.log_history, _find_best_step(trainer)
+    if best_step is not None:
+        # Figures of the weights that were put back: of their own step, and what was evaluated after they were.
+        end = max(i for i, entry in enumerate(history) if "train_runtime" in entry)
+        history = [entry for entry in history[:end] if entry["step"] == best_step]
+        history += [{**entry, "step": best_step} for entry in trainer.state.log_history[end:]]
+    for entry in history:
         for key, value in entry.items():
             if key.endswith(_FIGURE) and math.isfinite(value):
                 newest[key.removesuffix(_FIGURE)] = entry
