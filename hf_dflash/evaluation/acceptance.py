@@ -52,6 +52,17 @@ def walk_reply(first: int, end: int, accepted: dict[int, int]) -> list[int]:
     return lengths
 
 
+def acceptance_by_slot(acceptance_lengths: list[int], block_size: int) -> list[float]:
+    """For slots 1 .. B - 1, the share of blocks in which the slot and all before it were accepted; 0 without a block.
+
+    Args:
+        acceptance_lengths (`list[int]`): tokens that each block brought, the bonus token included.
+        block_size (`int`): B.
+    """
+    num_blocks = max(1, len(acceptance_lengths))
+    return [sum(length > slot for length in acceptance_lengths) / num_blocks for slot in range(1, block_size)]
+
+
 def repeated_ngram_share(token_ids: list[int], n: int = 4) -> float:
     """Share of n-grams that occurred before in the same completion. Loops are easy to draft: an acceptance length means
     little on completions in which this is high.

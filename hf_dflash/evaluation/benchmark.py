@@ -23,7 +23,7 @@ from ..decoding.attention_kernels import without_cudnn_attention
 from ..decoding.speculative import speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
 from ..progress import ProgressBar
-from .acceptance import repeated_ngram_share
+from .acceptance import acceptance_by_slot, repeated_ngram_share
 from .prompt_sets import PROMPT_SETS, load_prompt_set
 
 
@@ -79,16 +79,20 @@ class AcceptanceReport:
 
         Returns:
             `dict` with
+            - `num_prompts`, `num_new_tokens`;
             - `acceptance_length_micro`: tokens / blocks, bonus token included; `None` where no block was decoded;
             - `acceptance_length_macro`: mean over prompts of each prompt's own figure;
             - `acceptance_by_slot`: for slot k = 1 .. B - 1, the share of blocks in which it and all before it were accepted,
               so that 1 + their sum is the micro figure. A block that an end cuts short counts what it emitted;
+            - `acceptance_histogram`: blocks that emitted 1 .. B tokens;
             - `target_passes_per_token`: the pass over the prompt included (plain decoding: 1.0);
-            - `speedup`: tokens per second, ours over plain decoding's, `None` without the comparison;
+            - `tokens_per_second`, `plain_tokens_per_second`, `speedup`: ours, plain decoding's, and the one over the other;
+              `None` without the comparison;
             - `break_even_acceptance_length`: the micro figure at which `speedup` would be 1;
             - `num_identical`, `num_compared`: prompts whose greedy output equals plain decoding's;
             - `repeated_4gram_share`: mean over prompts, of 4-grams that occurred before in the same completion.
         """
+        block_size = self.settings["block_size"]
         results = [r for r in self.results if domain is None or r.domain == domain]
         lengths = [length for r in results for length in r.acceptance_lengths]
         by_prompt = [sum(r.acceptance_lengths) / len(r.acceptance_lengths) for r in results if r.acceptance_lengths]
@@ -100,11 +104,8 @@ class AcceptanceReport:
             "num_new_tokens": num_tokens,
             "acceptance_length_micro": sum(lengths) / len(lengths) if lengths else None,
             "acceptance_length_macro": sum(by_prompt) / len(by_prompt) if by_prompt else None,
-            "acceptance_by_slot": [
-                sum(length > slot for length in lengths) / len(lengths) if lengths else None
-                for slot in range(1, self.settings["block_size"])
-            ],
-            "acceptance_histogram": [lengths.count(n) for n in range(1, self.settings["block_size"] + 1)],
+            "acceptance_by_slot": acceptance_by_slot(lengths, block_size) if lengths else [None] * (block_size - 1),
+            "acceptance_histogram": [lengths.count(n) for n in range(1, block_size + 1)],
             "target_passes_per_token": sum(r.num_target_passes for r in results) / num_tokens if num_tokens else None,
             **speed,
             "num_identical": sum(r.first_difference == -1 for r in compared),

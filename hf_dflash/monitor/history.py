@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..atomic_files import replacing
 from ..training.checkpoint import TRAINER_STATE, list_checkpoints
 from .remaining_time import RemainingTime
 from .run_log import RUN_LOG
@@ -331,10 +332,8 @@ class RunHistory:
                 "moments": self.remaining_time.moments(),
             }
             arrays = np.stack([getattr(self, name).astype(np.float64) for name in _ARRAYS])
-        path = self.folder / OVERVIEW
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(json.dumps(described).encode() + b"\n" + arrays.tobytes())
-        os.replace(partial, path)
+        with replacing(self.folder / OVERVIEW, "wb") as file:
+            file.write(json.dumps(described).encode() + b"\n" + arrays.tobytes())
 
     def _read_overview(self, log, log_size: int) -> None:
         try:

@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..decoding.speculative import speculative_generate
-from .decoded_samples import acceptance_by_slot, describe_sample, find_tokenizer
+from ..evaluation.acceptance import acceptance_by_slot
+from .decoded_samples import describe_sample, find_tokenizer
 
 
 logger = logging.get_logger(__name__)

@@ -63,14 +63,6 @@ def describe_sample(prompt: torch.Tensor, output: SpeculativeOutput, tokenizer) 
     }
 
 
-def acceptance_by_slot(acceptance_lengths: list[int], block_size: int) -> list[float]:
-    """For slots 1 .. B - 1, the share of blocks in which the slot and all before it were accepted."""
-    return [
-        sum(length > slot for length in acceptance_lengths) / max(1, len(acceptance_lengths))
-        for slot in range(1, block_size)
-    ]
-
-
 def find_tokenizer(trainer):
     """The target's tokenizer, `None` if the target came without one.
 

@@ -6,8 +6,11 @@ Never a mean of means: a ratio is made where it is logged. Everything is fp64, s
 """
 
 import os
+from pathlib import Path
 
 import torch
+
+from ..atomic_files import replacing
 
 
 # Each of one element, except those that are kept for each of the B - 1 drafts.
@@ -43,9 +46,8 @@ def ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> float:
 
 def save_sums(sums: Sums, checkpoint: str, rank: int) -> None:
     """Keeps what this rank has summed since the last log; ranks apart, so that the order of additions stays the same."""
-    path = os.path.join(checkpoint, f"metric_sums_{rank}.pt")
-    torch.save({name: value.cpu() for name, value in sums.items()}, f"{path}.partial")
-    os.replace(f"{path}.partial", path)
+    with replacing(Path(checkpoint, f"metric_sums_{rank}.pt"), "wb") as file:
+        torch.save({name: value.cpu() for name, value in sums.items()}, file)
 
 
 def load_sums(sums: Sums, checkpoint: str, rank: int, world_size: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dflash.evaluation.acceptance import count_accepted, find_replies, walk_reply
+from hf_dflash.evaluation.acceptance import acceptance_by_slot, count_accepted, find_replies, walk_reply
 
 
 MASK = st.lists(st.integers(0, 1), min_size=1, max_size=12)
@@ -68,3 +68,10 @@ def test_the_bonus_token_counts_except_behind_the_end_of_the_reply():
     assert walk_reply(0, 3, {0: 2, 1: 1}) == [2]
     assert walk_reply(0, 3, {0: 1, 1: 1}) == [2]
     assert walk_reply(4, 5, {}) == []
+
+
+def test_shares_by_slot_and_the_bonus_token_add_up_to_the_mean():
+    lengths = [1, 2, 4, 1]
+    assert acceptance_by_slot(lengths, 4) == [2 / 4, 1 / 4, 1 / 4]
+    assert 1 + sum(acceptance_by_slot(lengths, 16)) == sum(lengths) / len(lengths)
+    assert acceptance_by_slot([], 3) == [0, 0]

@@ -14,7 +14,7 @@ from hf_dflash.decoding.speculative import speculative_generate
 from hf_dflash.monitor.history import RunHistory
 from hf_dflash.monitor.run_log import RUN_LOG
 from hf_dflash.training import run_watch
-from hf_dflash.training.decoded_samples import acceptance_by_slot, describe_sample, mark_tokens
+from hf_dflash.training.decoded_samples import describe_sample, mark_tokens
 from hf_dflash.training.uploads import Uploads
 
 
@@ -179,7 +179,6 @@ def test_a_sample_is_the_text_of_the_reply_and_its_rejected_drafts_beside_it():
     assert sample["prompt"].split() == [str(token) for token in prompt.tolist()]
     lengths = output.acceptance_lengths[0]
     assert sample["acceptance_length"] == sum(lengths) / len(lengths)
-    assert acceptance_by_slot([1, 2, 4], 4) == [2 / 3, 1 / 3, 1 / 3]
 
 
 def test_with_a_tokenizer_a_sample_is_text():
