@@ -199,6 +199,9 @@ def collate_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
         `dict[str, torch.Tensor]`: for R rows, L tokens in the longest:
         `input_ids` [R, L] int64 padded with 0, `loss_mask` [R, L] bool padded with `False`, `lengths` [R] int64,
         `row_ids` [R] int64. No rows give R = L = 0.
+
+    Raises:
+        `ValueError`: naming the row whose columns do not fit each other.
     """
     lengths = [len(row["input_ids"]) for row in rows]
     shape = (len(rows), max(lengths, default=0))
@@ -206,13 +209,26 @@ def collate_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
     loss_mask = np.zeros(shape, dtype=bool)
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         input_ids[index, :length] = row["input_ids"]
-        loss_mask[index, :length] = row["loss_mask"]
+        loss_mask[index, :length] = _check_row(row, length)
     return {
         "input_ids": torch.from_numpy(input_ids),
         "loss_mask": torch.from_numpy(loss_mask),
         "lengths": torch.tensor(lengths, dtype=torch.int64),
         "row_ids": torch.tensor([int(row["row_id"]) for row in rows], dtype=torch.int64),
     }
+
+
+def _check_row(row: dict, length: int) -> np.ndarray:
+    """The loss mask of a row. Whatever NumPy would stretch, or take for true, would train other tokens than were meant."""
+    mask = np.asarray(row["loss_mask"])
+    if mask.shape != (length,) or int(row.get("length", length)) != length:
+        raise ValueError(
+            f"The row with `row_id` {int(row['row_id'])} has {length} `input_ids`, {mask.size} values in `loss_mask`, and "
+            f"`length` {row.get('length')}: they must be equal."
+        )
+    if mask.dtype != bool and not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"`loss_mask` of the row with `row_id` {int(row['row_id'])} holds other values than 0 and 1.")
+    return mask
 
 
 def _hash(seed: int, epoch: int, stream: int, count: int) -> np.ndarray:

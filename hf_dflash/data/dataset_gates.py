@@ -151,7 +151,7 @@ def judge(statistics: DatasetStatistics, gates: DatasetGates, manifest: dict | N
             short <= max(1, gates.max_short_share * considered) and short < considered,
             f"{short:,} of {considered:,} rows ({short / considered:.1%}) have fewer than {gates.block_size} supervised tokens"
             + (f" ({skipped:,} of them were skipped as empty or too short)" if skipped else "")
-            + f"; limit {gates.max_short_share:.1%} (--max-short-share)",
+            + f"; limit {gates.max_short_share:.1%} (--max-short-share), and never all of them",
         )
     )
 

@@ -3,7 +3,7 @@
 """The options of a training run."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
@@ -16,6 +16,18 @@ BEST_METRIC = "eval_acceptance_length"
 
 MATRIX_OPTIMIZERS = ("same", "muon")
 SWITCHES = ("auto", "on", "off")
+
+# Options of `Trainer` that nothing here would read, and what there is instead.
+_WITHOUT_EFFECT = {
+    "per_device_train_batch_size": "`--token_budget` is the size of a micro-batch",
+    "per_device_eval_batch_size": "`--eval_token_budget` is the size of a micro-batch",
+    "auto_find_batch_size": "`--token_budget` is the size of a micro-batch",
+    "train_sampling_strategy": "rows of similar length are batched together in any case",
+    "dataloader_drop_last": "no row of an epoch is left out",
+    "label_smoothing_factor": "`--loss_type kl` learns more than one token of each slot",
+    "include_num_input_tokens_seen": "`context_tokens` of the log counts them",
+    "neftune_noise_alpha": "the embedding is the frozen target's",
+}
 
 
 @dataclass
@@ -293,6 +305,11 @@ class DFlashTrainingArguments(TrainingArguments):
     hub_datasets: list[str] | None = field(default=None, metadata={"help": "Hub ids of the data, for the card."})
 
     def __post_init__(self):
+        defaults = {f.name: f.default for f in fields(TrainingArguments)}
+        for name, instead in _WITHOUT_EFFECT.items():
+            value = getattr(self, name)
+            if value not in (defaults[name], False, None):
+                raise ValueError(f"`--{name} {value}` would have no effect: {instead}. Leave the option out.")
         for name, choices in (
             ("labels", ("target", "data")),
             ("loss_type", LOSS_TYPES),

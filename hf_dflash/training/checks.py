@@ -9,12 +9,38 @@ from ..drafter.blocks import find_eligible_anchors
 from ..target.frozen_target import FrozenTarget
 
 
+# Arguments of `Trainer` that nothing here would call, and what there is instead.
+_WITHOUT_EFFECT = {
+    "data_collator": "rows are padded by `collate_rows`: change the rows of the dataset",
+    "compute_loss_func": "override `compute_loss` in a subclass",
+    "compute_metrics": "evaluation keeps no predictions: read its figures in a callback's `on_evaluate`, or override `evaluate`",
+    "preprocess_logits_for_metrics": "evaluation keeps no logits",
+    "model_init": "pass the drafter as `model`",
+}
+
+
+def check_arguments(arguments: dict) -> None:
+    """Refuses arguments of `Trainer` that would be ignored.
+
+    Raises:
+        `ValueError`: naming the argument, and what there is instead.
+    """
+    for name, instead in _WITHOUT_EFFECT.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"`{name}` would have no effect on a `DFlashTrainer`: {instead}.")
+
+
 def check_supervision(dataset, name: str) -> None:
     """Refuses a dataset in which no block could be trained.
 
     Raises:
         `ValueError`: naming the dataset and the missing columns or supervision.
     """
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"`{name}` is of type {type(dataset).__name__}, and a `datasets.Dataset` is needed: batches are planned from the "
+            "lengths of all rows. `datasets.Dataset.from_generator` and `from_list` make one."
+        )
     missing = {"input_ids", "loss_mask", "length", "row_id"} - set(dataset.column_names)
     if missing:
         raise ValueError(f"`{name}` has no column {', '.join(sorted(missing))}: make it with `hf-dflash tokenize`.")

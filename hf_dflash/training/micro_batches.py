@@ -29,6 +29,7 @@ class MicroBatches:
             dataset,
             sampler,
             num_workers=self.args.dataloader_num_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
             persistent_workers=self.args.dataloader_persistent_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
         )
@@ -52,6 +53,10 @@ class MicroBatches:
         return self._token_budget_loader(
             dataset, self.args.eval_token_budget or self.args.token_budget, 1, shuffle=False
         )
+
+    def get_test_dataloader(self, test_dataset):
+        # `predict` measures what `evaluate` does; there is one kind of held-out data.
+        return self.get_eval_dataloader(test_dataset)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Draws the blocks of all micro-batches of an optimizer step, and with them the denominator of its loss.

@@ -183,7 +183,7 @@ def parse_job(
     # The list of 200 options is for `--help`, not for every error.
     required = [f"{action.option_strings[0]} {action.dest.upper()}" for action in parser._actions if action.required]
     parser.usage = " ".join(["%(prog)s", *required, "[--config FILE]", "[--OPTION VALUE ...]"])
-    argv = _with_options_of_files(argv if argv is not None else [])
+    argv = _with_options_of_files(argv if argv is not None else [], parser)
     *parsed, unused = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unused:
         known = {f.name for dataclass_type in parser.dataclass_types for f in fields(dataclass_type)} | {"config"}
@@ -204,7 +204,7 @@ def _name_unknown(names: list[str], known: set[str]) -> str:
     return ", ".join(named)
 
 
-def _with_options_of_files(argv: list[str]) -> list[str]:
+def _with_options_of_files(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
     """The flags, and in front of them the options of the files that `--config` names: of two the last one counts."""
     of_files, flags = [], []
     words = iter(argv)
@@ -216,13 +216,14 @@ def _with_options_of_files(argv: list[str]) -> list[str]:
         path = path if equals else next(words, None)
         if not path:
             raise ValueError("`--config` needs the name of a YAML file.")
-        of_files += _flags_of_file(path)
+        of_files += _flags_of_file(path, parser)
     return of_files + flags
 
 
-def _flags_of_file(path: str) -> list[str]:
+def _flags_of_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     with open(path, encoding="utf-8") as file:
-        options = yaml.safe_load(file) or {}
+        text = file.read()
+    options = yaml.safe_load(text) or {}
     if not isinstance(options, dict):
         raise ValueError(f"{path} must hold `option: value` lines, not {type(options).__name__}.")
     known = {f.name for dataclass_type in (JobArguments, DFlashTrainingArguments) for f in fields(dataclass_type)}
@@ -231,10 +232,15 @@ def _flags_of_file(path: str) -> list[str]:
         raise ValueError(
             f"{path} has unknown option(s) {_name_unknown(unknown, known)}: see `hf-dflash train --help`."
         )
+    # To YAML `off` and `no` are false; to `--pipeline off` and `--eval_strategy no` they are words.
+    words = yaml.load(text, Loader=yaml.BaseLoader)
+    choices = {action.dest: action.choices or () for action in parser._actions}
     flags = []
     for name, value in options.items():
         if value is None:
             continue
+        if isinstance(value, bool) and words[name].lower() in choices.get(name, ()):
+            value = words[name].lower()
         values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
         flags += [f"--{name}", *map(str, values)]
     return flags
@@ -392,7 +398,8 @@ def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrai
     """
     check_launch(args.world_size)
     check_held_out(job, args)
-    choose_checkpoint(args)
+    # Found once: `latest.json` of an S3 prefix is not asked again when training begins.
+    args.resume_from_checkpoint = choose_checkpoint(args)
     places = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
     drafter = make_drafter(job, args)
     check_can_train(drafter, args)

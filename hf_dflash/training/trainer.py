@@ -39,7 +39,7 @@ from .checkpoint import (
     mark_whole,
     rotate_checkpoints,
 )
-from .checks import check_can_train, check_fit, check_supervision
+from .checks import check_arguments, check_can_train, check_fit, check_supervision
 from .evaluation import HeldOutEvaluation
 from .host_group import HostGroup
 from .interruption import CatchUpCallback, StopCallback, StopSignals
@@ -103,6 +103,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         # 1. Arguments
         args = args if args is not None else DFlashTrainingArguments("trainer_output")
         check_launch(args.world_size)
+        check_arguments(kwargs)
 
         # 2. Drafter
         if isinstance(model, str):
@@ -307,7 +308,11 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         )
 
     def compute_loss(self, model, inputs: BlockBatch, return_outputs=False, num_items_in_batch=None):
-        """This micro-batch's part of the loss of the optimizer step: parts add up over micro-batches and ranks."""
+        """This micro-batch's part of the loss of the optimizer step: parts add up over micro-batches and ranks.
+
+        With `return_outputs` a pair of it and a `dict`: `hidden_states` `[N, B - 1, H]` of the drafter, `kept_blocks` `[N]` and
+        the target's `features`.
+        """
         features = self._take_features(inputs)
         hidden_states, kept_blocks = self.draft(model, inputs, features)
         loss, correct = self._loss(
@@ -315,7 +320,10 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         )
         self._add_train_metrics(inputs, loss, correct, kept_blocks)
         # DDP takes the mean over ranks; the sum is wanted.
-        return loss * self.args.world_size
+        loss = loss * self.args.world_size
+        if not return_outputs:
+            return loss
+        return loss, {"hidden_states": hidden_states, "kept_blocks": kept_blocks, "features": features}
 
     # ---- Metrics ----
 

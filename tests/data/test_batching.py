@@ -155,6 +155,22 @@ def test_rows_are_padded_on_the_right_in_the_order_in_which_they_come():
     assert [batch[name].dtype for name in batch] == [torch.int64, torch.bool, torch.int64, torch.int64]
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"loss_mask": [1]}, "`row_id` 20 has 3 `input_ids`, 1 values in `loss_mask`"),
+        ({"loss_mask": [0, 1, 1, 1]}, "4 values in `loss_mask`"),
+        ({"length": 4}, "`length` 4"),
+        ({"loss_mask": [-100, 1, 1]}, "`loss_mask` of the row with `row_id` 20 holds other values"),
+        ({"loss_mask": [0.0, 0.5, 1.0]}, "holds other values than 0 and 1"),
+    ],
+)
+def test_a_row_whose_columns_do_not_fit_is_refused_and_not_trained_on_other_tokens(change, message):
+    rows = list(make_dataset([2, 3, 3]))
+    with pytest.raises(ValueError, match=message):
+        collate_rows([*rows[:2], {**rows[2], **change}])
+
+
 @pytest.mark.parametrize("format_type", [None, "numpy", "torch"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_empty_micro_batch_goes_through_the_loader(format_type, num_workers):

@@ -74,6 +74,14 @@ def test_every_option_of_ours_can_be_given_on_the_command_line_and_is_documented
         ({"loss_weighting": "dpace", "loss_type": "kl"}, "--loss_type ce"),
         ({"labels": "data", "loss_type": "kl"}, "--labels target"),
         ({"head_fp8": True, "loss_type": "lk"}, "--head_fp8 false"),
+        ({"per_device_train_batch_size": 4}, "--per_device_train_batch_size 4.*--token_budget"),
+        ({"per_device_eval_batch_size": 4}, "--eval_token_budget"),
+        ({"auto_find_batch_size": True}, "--auto_find_batch_size"),
+        ({"train_sampling_strategy": "group_by_length"}, "--train_sampling_strategy"),
+        ({"dataloader_drop_last": True}, "--dataloader_drop_last"),
+        ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
+        ({"include_num_input_tokens_seen": "all"}, "context_tokens"),
+        ({"neftune_noise_alpha": 5.0}, "--neftune_noise_alpha"),
     ],
 )
 def test_unusable_options_are_refused_by_their_flag(options, message, tmp_path):

@@ -58,6 +58,14 @@ def test_a_flag_beats_the_file_and_the_file_beats_the_default(job_file):
     assert args.num_train_epochs == 6
 
 
+def test_words_that_yaml_takes_for_booleans_are_what_the_option_calls_them(job_file):
+    words = "pipeline: off\ncompile_layers: on\neval_strategy: no\nsave_strategy: No\nbf16: off\nenable_thinking: no\n"
+    job_file.write_text(job_file.read_text() + words)
+    job, args = parse_job(["--config", str(job_file)])
+    assert (args.pipeline, args.compile_layers, args.bf16, job.enable_thinking) == ("off", "on", False, False)
+    assert args.eval_strategy == args.save_strategy == "no"
+
+
 @pytest.mark.parametrize("how", ["file", "flag"])
 def test_an_unknown_key_is_an_error_that_names_it_and_the_one_that_is_meant(how, job_file):
     argv = ["--config", str(job_file)]

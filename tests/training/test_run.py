@@ -13,6 +13,7 @@ import hf_dflash.training.run as run
 from hf_dflash import DFlashForSpeculation
 from hf_dflash.data import tokenization
 from hf_dflash.data.sources import digest_of
+from hf_dflash.object_store import ObjectStore
 from hf_dflash.training.checkpoint import mark_whole
 from hf_dflash.training.plan import main as plan
 
@@ -130,6 +131,22 @@ def test_a_checkpoint_that_is_named_is_taken_if_it_is_whole(args_of, tmp_path):
     assert run.choose_checkpoint(args_of(f"{folder}2", 2, 10)) == f"{folder}2"
     with pytest.raises(ValueError, match="checkpoint-11 is no whole checkpoint"):
         run.choose_checkpoint(args_of(f"{folder}11"))
+
+
+def test_the_latest_checkpoint_of_an_s3_prefix_is_looked_up_once(arguments, tmp_path, monkeypatch):
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto")
+    from s3_server import running_s3
+
+    asked = []
+    with running_s3():
+        read_latest = ObjectStore.read_latest
+        run.run_job(*run.parse_job([*arguments, "--save_steps", "1", "--checkpoint_uri", "s3://bucket/run"]))
+        monkeypatch.setattr(ObjectStore, "read_latest", lambda *args: asked.append(args[1]) or read_latest(*args))
+        more = ["--max_steps", "2", "--resume_from_checkpoint", "s3://bucket/run", "--output_dir", str(tmp_path / "b")]
+        trainer = run.run_job(*run.parse_job([*arguments, *more]))
+    assert trainer.state.global_step == 2
+    assert asked == ["s3://bucket/run"]
 
 
 def test_data_that_is_refused_gives_way_to_what_was_mended(arguments, tmp_path, monkeypatch):

@@ -494,6 +494,45 @@ def test_datasets_without_rows_or_columns_are_refused_by_name(tmp_path):
         trainer.get_train_dataloader()
 
 
+def test_a_dataset_whose_rows_cannot_be_counted_is_refused_by_its_type(tmp_path):
+    dataset = make_dataset(3)
+    for other, name in ((dataset.to_iterable_dataset(), "IterableDataset"), (dataset.to_list(), "list")):
+        with pytest.raises(ValueError, match=f"`train_dataset` is of type {name}"):
+            make_trainer(tmp_path, dataset=other)
+
+
+@pytest.mark.parametrize("name", ["data_collator", "compute_loss_func", "compute_metrics", "model_init"])
+def test_an_argument_of_trainer_that_nothing_would_call_is_refused(name, tmp_path):
+    target = make_target("qwen3")
+    with pytest.raises(ValueError, match=f"`{name}` would have no effect"):
+        DFlashTrainer(make_drafter(target), target, quiet(tmp_path), make_dataset(), **{name: lambda *_, **__: None})
+
+
+def test_predict_measures_what_evaluate_does(tmp_path):
+    heldout = make_dataset(5, seed=3)
+    trainer = make_trainer(tmp_path, eval_dataset=heldout)
+    evaluated, predicted = trainer.evaluate(), trainer.predict(heldout).metrics
+    names = ("loss", "acceptance_length", "accuracy_slot_1")
+    assert [predicted[f"test_{name}"] for name in names] == [evaluated[f"eval_{name}"] for name in names]
+
+
+def test_a_subclass_may_add_to_the_loss_what_it_makes_of_the_outputs(tmp_path):
+    class Ours(DFlashTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            assert outputs["hidden_states"].shape[:2] == inputs.supervised.shape
+            assert len(outputs["features"].context_hidden_states) == inputs.num_tokens
+            loss = loss + 0 * outputs["hidden_states"].sum()
+            return (loss, outputs) if return_outputs else loss
+
+    target, weights = make_target("qwen3"), []
+    for trainer_class in (Ours, DFlashTrainer):
+        trainer = trainer_class(make_drafter(target), target, quiet(tmp_path, max_steps=2), make_dataset())
+        trainer.train()
+        weights.append(weights_of(trainer.model))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
 # ---- Steps that are lost ----
 
 
