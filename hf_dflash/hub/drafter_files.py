@@ -74,7 +74,12 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def check_tensors(tensors, config) -> None:
+def check_tensors(tensors: dict[str, torch.Tensor], config) -> None:
+    """Refuses weights that are not those of a drafter of this config.
+
+    Raises:
+        `ValueError`: naming tensors that are missing, unknown, of another shape or not finite.
+    """
     with torch.device("meta"):
         expected = DFlashForSpeculation(config).state_dict()
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
@@ -101,6 +106,10 @@ def _shorten(names: list[str]) -> str:
 
 
 def check_is_free(output_dir: str | Path) -> Path:
+    """
+    Raises:
+        `FileExistsError`: if there is anything that would be overwritten.
+    """
     output_dir = Path(output_dir)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise FileExistsError(f"{output_dir} exists and is not an empty folder: choose another one.")

@@ -404,7 +404,12 @@ def _find_target(config, target, target_name) -> tuple[PreTrainedConfig | None, 
     return target_config, name
 
 
-def check_fits_target(config, target_config) -> None:
+def check_fits_target(config: DFlashConfig, target_config: PreTrainedConfig | None) -> None:
+    """Refuses a drafter that was made for another target; without the target's config, layer ids alone are looked at.
+
+    Raises:
+        `ValueError`: naming what differs, with both values.
+    """
     if target_config is None:
         check_target_layer_ids(config.target_layer_ids, config.num_target_layers)
         return

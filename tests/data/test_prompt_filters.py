@@ -16,7 +16,7 @@ from hf_dflash.data.prompt_filters import PromptFilters
         ({"min_characters": 40, "max_characters": 43, "max_turns": 2, "languages": ["en"]}, None),
     ],
 )
-def test_filters(filters, expected):
+def test_each_filter_says_why_it_removes_a_prompt_and_one_within_all_limits_stays(filters, expected):
     messages = [
         {"role": "system", "content": "sys"},
         user("How are you today?"),

@@ -97,7 +97,14 @@ def test_without_fla_mixers_stay_as_they_are(monkeypatch):
     batch = make_batch(2, 12)
     expected = target(*batch)
     target.compile_layers(backend="eager")
+    are_compiled = []
+    for layer in target.decoder.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.in_proj_z.register_forward_hook(
+                lambda *_: are_compiled.append(torch.compiler.is_compiling())
+            )
     torch.testing.assert_close(target(*batch).context_hidden_states, expected.context_hidden_states, rtol=0, atol=1e-4)
+    assert are_compiled and not any(are_compiled)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])

@@ -18,7 +18,8 @@ def generate(model, inputs=None, assistant_model=None, **kwargs):
         inputs (`torch.LongTensor` of shape `[B, length]`, *optional*): prompts; `input_ids` is the same.
         assistant_model ([`DFlashForSpeculation`]): the drafter. transformers does not say which repository this function
             comes from, so it has to be given.
-        kwargs: of `generate`, and `generator`, `sample_drafts`, `adaptive_block`, `tree_budget` of `speculative_generate`.
+        kwargs: of `generate`, and `generator`, `sample_drafts`, `adaptive_block`, `tree_budget`, `cuda_graph` of
+            `speculative_generate`.
 
     Returns:
         What `generate` returns: ids of shape `[B, length]`, or with `return_dict_in_generate` an output that also holds the
