@@ -91,7 +91,6 @@ class _Server:
     in_flight: int = 0
     failures_in_a_row: int = 0
     rests_until: float = 0.0
-    answered: int = 0
 
 
 @dataclass
@@ -126,7 +125,6 @@ class ChatClient:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     api_key: str | None = field(default=None, repr=False)
     return_token_ids: bool = True
-    num_retries: int = field(default=0, init=False)
 
     async def __aenter__(self):
         try:
@@ -195,7 +193,6 @@ class ChatClient:
                 if not failure.may_pass or attempt == self.retry.max_attempts:
                     failure.detail += f" (server {server.url}, try {attempt})"
                     raise
-                self.num_retries += 1
                 wait = self.retry.wait_after(attempt)
                 if failure.reason == "connection":
                     server.failures_in_a_row += 1
@@ -204,7 +201,6 @@ class ChatClient:
                     wait = max(wait, min(failure.wait, _LONGEST_WAIT))
             else:
                 server.failures_in_a_row = 0
-                server.answered += 1
                 return reply
             finally:
                 server.in_flight -= 1

@@ -32,6 +32,7 @@ def position_weights(block_size: int, gamma: float, device=None, dtype: torch.dt
     Args:
         block_size (`int`): B.
         gamma (`float`): how slowly the weights decay, in slots.
+        device (`torch.device`, *optional*), dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): of the weights.
 
     Returns:
         `torch.Tensor` of shape `[B - 1]`.
