@@ -79,7 +79,13 @@ class AcceptanceCallback(TrainerCallback):
             for prompt in self._prompts():
                 input_ids = prompt[None].to(trainer.target.device)
                 output = speculative_generate(
-                    trainer.target.model, drafter, input_ids, max_new_tokens=self.max_new_tokens, do_sample=False
+                    trainer.target.model,
+                    drafter,
+                    input_ids,
+                    # Given by hand, or `generate` takes pad tokens in a prompt for padding.
+                    torch.ones_like(input_ids),
+                    max_new_tokens=self.max_new_tokens,
+                    do_sample=False,
                 )
                 lengths += output.acceptance_lengths[0]
                 simulated += trainer.simulate_acceptance(output.sequences[0], len(prompt))

@@ -123,6 +123,15 @@ def test_a_gap_between_decoding_and_training_is_warned_about(tmp_path, monkeypat
     assert "decoding and training do not agree" in caplog.text
 
 
+def test_pad_tokens_in_a_prompt_are_decoded_like_others(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=prompts_dataset())
+    callback = AcceptanceCallback(trainer, every=1)
+    expected = callback.measure()
+    prompt = next(prompt for prompt in callback._prompts() if len(prompt) > 1)
+    trainer.target.model.generation_config.pad_token_id = int(prompt[-1])
+    assert callback.measure() == expected
+
+
 def test_log_lines_are_plain_numbers(tmp_path):
     trainer = make_trainer(
         tmp_path, eval_dataset=make_dataset(4, seed=2), eval_strategy="steps", eval_steps=2, max_steps=2
