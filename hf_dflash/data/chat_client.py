@@ -91,6 +91,7 @@ class _Server:
     in_flight: int = 0
     failures_in_a_row: int = 0
     rests_until: float = 0.0
+    answered: int = 0
 
 
 @dataclass
@@ -201,6 +202,7 @@ class ChatClient:
                     wait = max(wait, min(failure.wait, _LONGEST_WAIT))
             else:
                 server.failures_in_a_row = 0
+                server.answered += 1
                 return reply
             finally:
                 server.in_flight -= 1
