@@ -4,7 +4,7 @@
 
     python benchmarks/decoding.py --tiny
     python benchmarks/decoding.py --target SMOLLM2 --drafter DRAFTER --prompts prompts.jsonl --time-limit 90 \
-        --device cuda --dtype bfloat16 --output benchmarks/results/decoding_smollm2_h200.json
+        --device cuda --dtype bfloat16 --output benchmarks/results/decoding_smollm2_bf16_h200.json
 
 Every prompt is decoded by every way before the next one, so that a machine that slows down slows all of them. The first three
 ways come first: the others (`--also`) begin once these have had all prompts, or half of the time. The JSON file is written

@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """Flex attention against dense masks on CUDA: same values, same gradients, how often it is compiled, how fast.
 
-    python benchmarks/flex_attention.py --output benchmarks/results/flex_attention_h200.json
+    python benchmarks/flex_attention.py | tee benchmarks/results/flex_attention_h200.txt
 
 Packed documents of random lengths, widths that change from batch to batch, every kind of layer (full, sliding window,
 causal in the block), fp32 without TF32.
