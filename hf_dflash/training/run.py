@@ -322,7 +322,7 @@ def load_target(job: JobArguments, layer_ids: list[int], places: list[str]) -> l
 def make_drafter_config(job: JobArguments) -> DFlashConfig:
     """The configuration of the job's drafter."""
     if job.drafter is not None:
-        return load_drafter(job.drafter, job.target).config
+        return _load_drafter(job).config
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return create_drafter_config(
         AutoConfig.from_pretrained(job.target),
@@ -341,9 +341,37 @@ def make_drafter_config(job: JobArguments) -> DFlashConfig:
 def make_drafter(job: JobArguments, args: DFlashTrainingArguments) -> DFlashForSpeculation:
     """A new drafter for the target, the same on every rank, or the one that the job goes on from. In fp32."""
     if job.drafter is not None:
-        return load_drafter(job.drafter, job.target)
+        return _load_drafter(job)
     set_seed(args.seed)
     return DFlashForSpeculation(make_drafter_config(job))
+
+
+# Options of a new drafter that its config has by the same name.
+_OF_A_NEW_DRAFTER = (
+    "num_hidden_layers",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "sliding_window",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+def _load_drafter(job: JobArguments) -> DFlashForSpeculation:
+    """The drafter that the job goes on from, which keeps its sizes."""
+    drafter = load_drafter(job.drafter, job.target)
+    for name in _OF_A_NEW_DRAFTER:
+        wanted, value = getattr(job, name), getattr(drafter.config, name)
+        # A default says nothing about what was asked for.
+        if wanted != JobArguments.__dataclass_fields__[name].default and wanted != value:
+            raise ValueError(
+                f"`--{name} {wanted}` is for a new drafter, and {job.drafter} has {value}: leave the option out, or give that "
+                "where a recipe sets it."
+            )
+    return drafter
 
 
 def check_held_out(job: JobArguments, args: DFlashTrainingArguments) -> None:

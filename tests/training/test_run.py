@@ -66,6 +66,17 @@ def test_a_mistake_that_can_be_seen_at_once_leaves_nothing_behind(mistake, messa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "option", ["--block_size 8", "--num_hidden_layers 2", "--target_layer_ids 1 2", "--sliding_window 8"]
+)
+def test_a_drafter_to_go_on_from_is_not_taken_for_one_of_other_sizes(option, arguments, tmp_path):
+    run.run_job(*run.parse_job(arguments))
+    go_on = [*arguments, "--output_dir", str(tmp_path / "more"), "--drafter", str(tmp_path / "out" / "run")]
+    with pytest.raises(ValueError, match=f"`{option.split()[0]} .* is for a new drafter, and .*run has "):
+        run.run_job(*run.parse_job([*go_on, *option.split()]))
+    assert not (tmp_path / "more").exists()
+
+
 def test_a_launch_of_several_processes_that_gave_one_leaves_nothing_behind(arguments, tmp_path, monkeypatch):
     job, args = run.parse_job(arguments)
     monkeypatch.setenv("WORLD_SIZE", "4")
