@@ -130,8 +130,9 @@ def speculative_generate(
         generation_kwargs: any other argument of `generate` (`repetition_penalty`, `generation_config`, ...).
 
     Raises:
-        `ValueError`: if drafter and target do not fit, prompts are not padded on the left, the target's cache cannot be
-            rolled back, or a logits processor keeps a state (`guidance_scale`, SynthID watermarks).
+        `ValueError`: if drafter and target do not fit, prompts are not padded on the left or are more than token ids (images),
+            the target's cache cannot be rolled back, or a logits processor keeps a state (`guidance_scale`, SynthID
+            watermarks).
 
     Example:
 
@@ -150,6 +151,7 @@ def speculative_generate(
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"`streamer` prints one conversation, `input_ids` holds {input_ids.shape[0]} prompts.")
 
+    _check_reads_ids_only(generation_kwargs)
     stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
     if stop_strings is not None:
         if tokenizer is None:
@@ -183,6 +185,18 @@ def speculative_generate(
         **generation_kwargs,
     )
     return out if return_stats else out.sequences
+
+
+def _check_reads_ids_only(generation_kwargs: dict) -> None:
+    """Refuses what the target's passes here would not be given: images, embeddings, positions of one's own."""
+    for name, value in generation_kwargs.items():
+        tensors = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)]
+        # Types of tokens are all 0 where everything is text.
+        if any(bool(tensor.any()) for tensor in tensors):
+            raise ValueError(
+                f"`{name}`: with a drafter the target reads token ids alone, at their usual positions. Leave it out, or decode "
+                "with `target.generate`."
+            )
 
 
 def check_drafter_fits(target, drafter) -> None:

@@ -487,6 +487,22 @@ def test_prompts_padded_on_the_right_are_refused():
         )
 
 
+def test_inputs_that_are_no_token_ids_are_refused_and_types_of_text_are_not():
+    target, input_ids = target_of("qwen3"), draw_prompt(5, 0)
+    drafter = make_drafter(target)
+    # A model for images too would be asked without them, and the answer would look right.
+    for name, value in {
+        "pixel_values": torch.ones(4, 12),
+        "image_features": [torch.ones(4)],
+        "position_ids": torch.arange(5)[None],
+        "inputs_embeds": torch.ones(1, 5, 32),
+    }.items():
+        with pytest.raises(ValueError, match=f"`{name}`: with a drafter the target reads token ids alone"):
+            speculative_generate(target, drafter, input_ids, max_new_tokens=4, **{name: value})
+    with pytest.raises(ValueError, match="not used by the model"):  # of `generate`: it came through
+        speculative_generate(target, drafter, input_ids, max_new_tokens=4, token_type_ids=torch.zeros(1, 5).long())
+
+
 def test_beams_are_refused():
     target = target_of("qwen3")
     with pytest.raises(ValueError, match="`num_beams` must be 1"):
