@@ -29,6 +29,9 @@ BASE = {
 }
 MUON = {"matrix_optimizer": "muon", "learning_rate": 5e-3}
 DPACE = {"loss_weighting": "dpace"}
+LINEAR = {"lr_scheduler_type": "linear", "warmup_steps": 0.01}
+# What the recipe takes.
+LINEAR_8K = LINEAR | {"token_budget": 8192}
 # Of `speculators` 0.9.0's training command; layers, block and the target's layers are those of BASE on both sides.
 SPECULATORS = {
     "peer": {"loss_fn": "ce", "per_position_loss_weight": "dpace", "optimizer": "muon", "max_anchors": 512},
@@ -91,11 +94,14 @@ SETTINGS = {
     "muon_dpace_even": MUON | DPACE | {"num_anchors": 512, "anchor_ratio": 0.25},
     # Further ways in which speculators' recipe differs.
     "muon_dpace_wd": MUON | DPACE | {"weight_decay": 0.1},
-    "muon_dpace_linear": MUON | DPACE | {"lr_scheduler_type": "linear", "warmup_steps": 0.01},
-    # What the recipe takes, with the layers of all others.
-    "muon_dpace_linear_budget8k": MUON
-    | DPACE
-    | {"lr_scheduler_type": "linear", "warmup_steps": 0.01, "token_budget": 8192},
+    "muon_dpace_linear": MUON | DPACE | LINEAR,
+    # A step of more blocks takes a small target's host no longer.
+    "muon_dpace_linear_anchors64": MUON | DPACE | LINEAR | {"num_anchors": 64},
+    # What the recipe takes, with the layers of all others; and one change each from that.
+    "muon_dpace_linear_budget8k": MUON | DPACE | LINEAR_8K,
+    "muon_dpace_linear_budget4k": MUON | DPACE | LINEAR_8K | {"token_budget": 4096},
+    "muon_dpace_linear_budget8k_lr3": MUON | DPACE | LINEAR_8K | {"learning_rate": 3e-3},
+    "late_layers_muon_dpace_linear_budget8k": MUON | DPACE | LINEAR_8K | {"target_layer_ids": [8, 15, 21, 26, 28]},
     # The loss's products in FP8.
     "muon_dpace_fp8": MUON | DPACE | {"head_fp8": True},
 }
@@ -111,6 +117,8 @@ PRIORITY = [
     *[("speculators_adamw", 0), ("speculators_lr3", 0), ("muon_dpace", 2), ("speculators", 2), ("base", 1)],
     *[("muon_dpace_linear", 1), ("muon_dpace_budget8k", 1), ("speculators_budget8k", 0)],
     *[("muon_dpace_linear_budget8k", 0), ("speculators_lr3_budget8k", 0), ("speculators_budget8k", 1)],
+    *[("muon_dpace_linear_budget8k", 1), ("muon_dpace_linear_budget4k", 0), ("muon_dpace_linear_budget8k_lr3", 0)],
+    *[("late_layers_muon_dpace_linear_budget8k", 0), ("speculators_lr3", 1), ("speculators_lr3_budget8k", 1)],
     *[("speculators_tuned", 2), ("muon_dpace_even", 2), ("muon", 1), ("dpace", 1)],
 ]
 

@@ -6,7 +6,7 @@
     python benchmarks/small_target_step.py --tiny                                                  # any CPU
 
 The runs of benchmarks/quality.py (its settings, rows and trainer). Prints the time of a step, Python's functions by their own
-time, and PyTorch's profile by device time and by host time.
+time and with what they call, and PyTorch's profile by device time and by host time.
 """
 
 import cProfile
@@ -58,6 +58,7 @@ class Watch(TrainerCallback):
     def print_profiles(self) -> None:
         print(f"Python, {self.in_python} steps of {self.name}:")
         pstats.Stats(self.calls).sort_stats("tottime").print_stats(20)
+        pstats.Stats(self.calls).sort_stats("cumtime").print_stats("hf_dflash|transformers|accelerate|optim|autograd", 60)
         averages = self.recorded.key_averages()
         orders = ["self_cpu_time_total"] + ["self_cuda_time_total"] * (self.device.type == "cuda")
         for order in orders:

@@ -74,6 +74,8 @@ def test_flags(output_dir: str) -> list[str]:
     )
     flags += " --target_layer_ids 1 2 3 4 5 --intermediate_size 128 --num_attention_heads 4 --num_key_value_heads 2"
     flags += f" --head_dim 16 --mask_token_id {find_mask_token_id(tokenizer, len(tokenizer))} --token_budget 1024 --target_dtype float32 --logging_steps 1"
+    # Minutes of compiling for seconds of training.
+    flags += " --compile_layers off"
     if not torch.cuda.is_available():
         flags += " --use_cpu true --bf16 false"
     return flags.split()

@@ -56,8 +56,10 @@ def test_features_are_as_near_to_those_in_fp32_as_those_of_stock_transformers(ki
         for name in ("context_hidden_states", "label_hidden_states"):
             expected, one, two = (getattr(features, name).float() for features in three)
             assert (two - expected).norm() < 1.1 * (one - expected).norm(), name
-        wrong = [(features.label_ids != three[0].label_ids).float().mean() for features in three[1:]]
-        assert wrong[1] < wrong[0] + 0.03
+        # How far the label is from the best token in fp32: of two that are as good, either may be taken.
+        logits = three[0].label_hidden_states @ exact.head.weight.T
+        behind = [(logits.max(-1).values - logits.gather(-1, f.label_ids[:, None])[:, 0]).max() for f in three[1:]]
+        assert behind[1] < 1.5 * behind[0] + 0.1 * logits.std()
 
 
 def test_fla_finds_the_kept_configurations(monkeypatch):
