@@ -374,6 +374,10 @@ class DFlashTrainingArguments(TrainingArguments):
                 "use `--labels target`."
             )
         super().__post_init__()
+        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            # They follow the metric and take it for a loss, unless they are told.
+            mode = "max" if self.greater_is_better else "min"
+            self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
         # One drafter a process: with several visible GPUs Trainer would wrap it in DataParallel, and the others hold targets.
         self._n_gpu = 1
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 from transformers.training_args import ParallelMode
 
 from hf_dflash.training.arguments import DFlashTrainingArguments
@@ -87,6 +87,20 @@ def test_every_option_of_ours_can_be_given_on_the_command_line_and_is_documented
 def test_unusable_options_are_refused_by_their_flag(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         DFlashTrainingArguments(str(tmp_path), **options)
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_follows_a_metric_knows_whether_more_of_it_is_better(schedule, tmp_path):
+    def mode_of(**options):
+        args = DFlashTrainingArguments(
+            str(tmp_path), use_cpu=True, eval_strategy="steps", lr_scheduler_type=schedule, **options
+        )
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return get_scheduler(schedule, optimizer, scheduler_specific_kwargs=args.lr_scheduler_kwargs).mode
+
+    assert mode_of() == "max"
+    assert mode_of(metric_for_best_model="eval_loss") == "min"
+    assert mode_of(lr_scheduler_kwargs={"mode": "min"}) == "min"
 
 
 def test_several_visible_gpus_in_one_process_are_not_for_data_parallel(tmp_path, monkeypatch):
