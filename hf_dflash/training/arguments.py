@@ -352,13 +352,14 @@ class DFlashTrainingArguments(TrainingArguments):
             self.trackio_static_space_id = False
         if self.num_anchors != "auto" and self.num_anchors < 1:
             raise ValueError(f"`--num_anchors` is {self.num_anchors}: it must be at least 1, or auto.")
-        if self.anchor_ratio < 0:
+        # Not `< 0`: NaN is neither, and would draw no anchor and report a loss of 0.
+        if not self.anchor_ratio >= 0:
             raise ValueError(f"`--anchor_ratio` is {self.anchor_ratio}: it must be positive, or 0 for no limit.")
         if self.acceptance_steps < 0:
             raise ValueError(f"`--acceptance_steps` is {self.acceptance_steps}: a number of steps, or 0 for never.")
         if self.checkpoint_uri is not None and not is_object_uri(self.checkpoint_uri):
             raise ValueError(f"`--checkpoint_uri {self.checkpoint_uri}` is not of the form s3://bucket/prefix.")
-        if self.loss_gamma <= 0:
+        if not self.loss_gamma > 0:
             raise ValueError(f"`--loss_gamma` is {self.loss_gamma}: the decay must be a positive number of slots.")
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"`--dpace_alpha` is {self.dpace_alpha}: it must be between 0 and 1.")

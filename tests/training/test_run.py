@@ -49,6 +49,7 @@ def arguments(tmp_path):
         ("--mask_token_id 99999999", "mask_token_id"),
         ("--target_layer_ids 500", "target_layer_ids"),
         ("--num_attention_heads 3 --num_key_value_heads 2", "num_attention_heads"),
+        ("--num_hidden_layers 0", "--num_hidden_layers"),
         ("--attention_backend flex", "--attention_backend flex"),
         ("--lora_rank 4", "--lora_rank.*--drafter"),
         (f"--init_from_target --drafter {POCKET}", "--init_from_target.*--drafter"),
