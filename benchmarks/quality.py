@@ -13,7 +13,7 @@ The first form trains all settings of `PRIORITY` that `--results` has no finishe
 telling ones first; what is cut off leaves its curve so far, and goes on from its checkpoint if `--work` is still there.
 
 Equal samples: the same rows in the same micro-batches in the same order for every setting of a seed, so figures do not depend
-on how many runs share a GPU. Acceptance length: the greedy walk of DESIGN 3.7 over replies that the target wrote. Speed is
+on how many runs share a GPU. Acceptance length: the greedy walk over replies that the target wrote. Speed is
 another matter: `--speed` runs settings alone, one after the other.
 """
 

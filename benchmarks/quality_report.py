@@ -105,11 +105,13 @@ def compare_with_peers(runs: list[dict]) -> str:
     for (tokens, setting), theirs in groups.items():
         if "peer" not in theirs[0]["options"]:
             continue
-        shape = _shape(theirs[0])
+        shape = _drafter(theirs[0]), _tokens_a_step(theirs[0])
         ours = {
             name: some
             for (t, name), some in groups.items()
-            if t == tokens and "peer" not in some[0]["options"] and _shape(some[0]) == shape
+            if t == tokens
+            and "peer" not in some[0]["options"]
+            and (_drafter(some[0]), _tokens_a_step(some[0])) == shape
         }
         if not ours:
             continue
@@ -121,9 +123,52 @@ def compare_with_peers(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def _shape(run: dict) -> tuple:
+def _drafter(run: dict) -> tuple:
     options = run["options"]
-    return options["num_hidden_layers"], options["block_size"], options["token_budget"], tuple(run["target_layer_ids"])
+    return options["num_hidden_layers"], options["block_size"], tuple(run["target_layer_ids"])
+
+
+def _tokens_a_step(run: dict) -> int:
+    return run["options"]["token_budget"]
+
+
+def compare_at_equal_time(runs: list[dict], speeds: list[dict]) -> str:
+    """
+    How far our best run with the same drafter is above a run of speculators' that takes at least as long, by the speed of both
+    alone on a GPU: for each setting of speculators and way of compiling whose speed has been measured.
+    """
+    lines = []
+    groups = group_runs(runs)
+    for (tokens, setting), theirs in groups.items():
+        if "peer" not in theirs[0]["options"]:
+            continue
+        for compiled in sorted({speed["compile_layers"] for speed in speeds}):
+            rates = {speed["setting"]: _rate(speed) for speed in speeds if speed["compile_layers"] == compiled}
+            if setting not in rates:
+                continue
+            seconds = tokens / rates[setting]
+            # What the clock cannot tell apart counts as equal.
+            ours = {
+                (t, name): some
+                for (t, name), some in groups.items()
+                if name in rates
+                and "peer" not in some[0]["options"]
+                and _drafter(some[0]) == _drafter(theirs[0])
+                and t / rates[name] <= 1.01 * seconds
+            }
+            if not ours:
+                continue
+            (t, name), best = max(ours.items(), key=lambda item: _mean(item[1], "acceptance_length"))
+            above = _mean(best, "acceptance_length") / _mean(theirs, "acceptance_length") - 1
+            lines.append(
+                f"- In the {seconds:.0f} s that `{setting}` takes for {tokens / 1e6:g}M tokens, compiled layers {compiled}, `{name}` "
+                f"takes {t / 1e6:g}M ({t / rates[name]:.0f} s) and is {above:+.1%} (held-out)."
+            )
+    return "\n".join(lines)
+
+
+def _rate(speed: dict) -> float:
+    return speed["context_tokens_per_second"]
 
 
 def plot(runs: list[dict], path: Path) -> None:
@@ -151,24 +196,24 @@ def plot(runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def make_speed_table(folder: Path) -> str:
-    """What `quality.py --speed` measured, empty where it has not."""
+def read_speeds(folder: Path) -> list[dict]:
+    """What `quality.py --speed` measured, the latest of each setting and way of compiling."""
     path = folder / "speed.json"
-    if not path.exists():
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return list({(r["setting"], r["attention"], r["compile_layers"]): r for r in results}.values())
+
+
+def make_speed_table(speeds: list[dict]) -> str:
+    """Context tokens a second, empty where nothing has been measured."""
+    if not speeds:
         return ""
-    results = json.loads(path.read_text(encoding="utf-8"))
-    fastest_peer = max(
-        (r["context_tokens_per_second"] for r in results if r["setting"].startswith("speculators")), default=0
-    )
     lines = ["Alone on the device, target's forward pass included, compilation left out:", ""]
-    lines += [
-        "| setting | attention | compiled layers | context tokens / s | in the time that the fastest peer takes for 6M |"
-    ]
+    lines += ["| setting | attention | compiled layers | context tokens / s | steps / s |"]
     lines += ["|---" * 5 + "|"]
-    for r in results:
-        speed = r["context_tokens_per_second"]
-        reached = f"{6 * speed / fastest_peer:.1f}M" if fastest_peer else "-"
-        lines.append(f"| `{r['setting']}` | {r['attention']} | {r['compile_layers']} | {speed:,} | {reached} |")
+    for r in sorted(speeds, key=lambda r: (r["compile_layers"], -_rate(r))):
+        lines.append(
+            f"| `{r['setting']}` | {r['attention']} | {r['compile_layers']} | {_rate(r):,} | {r['steps_per_second']:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -232,7 +277,13 @@ def write_report(results: Path, document: Path) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{document} has no lines {BEGIN!r} and {END!r} to write between.")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    parts = [compare_with_peers(runs), make_tables(runs), make_speed_table(results)]
+    speeds = read_speeds(results)
+    parts = [
+        compare_with_peers(runs),
+        compare_at_equal_time(runs, speeds),
+        make_tables(runs),
+        make_speed_table(speeds),
+    ]
     document.write_text(
         before + BEGIN + "\n\n" + "\n\n".join(part for part in parts if part) + "\n\n" + END + after, encoding="utf-8"
     )

@@ -120,6 +120,7 @@ PRIORITY = [
     *[("muon_dpace_linear_budget8k", 1), ("muon_dpace_linear_budget4k", 0), ("muon_dpace_linear_budget8k_lr3", 0)],
     *[("late_layers_muon_dpace_linear_budget8k", 0), ("speculators_lr3", 1), ("speculators_lr3_budget8k", 1)],
     *[("speculators_tuned", 2), ("muon_dpace_even", 2), ("muon", 1), ("dpace", 1)],
+    ("muon_dpace_linear_anchors64", 0),
 ]
 
 

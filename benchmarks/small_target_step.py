@@ -58,7 +58,9 @@ class Watch(TrainerCallback):
     def print_profiles(self) -> None:
         print(f"Python, {self.in_python} steps of {self.name}:")
         pstats.Stats(self.calls).sort_stats("tottime").print_stats(20)
-        pstats.Stats(self.calls).sort_stats("cumtime").print_stats("hf_dflash|transformers|accelerate|optim|autograd", 60)
+        pstats.Stats(self.calls).sort_stats("cumtime").print_stats(
+            "hf_dflash|transformers|accelerate|optim|autograd", 60
+        )
         averages = self.recorded.key_averages()
         orders = ["self_cpu_time_total"] + ["self_cuda_time_total"] * (self.device.type == "cuda")
         for order in orders:

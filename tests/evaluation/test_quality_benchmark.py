@@ -180,15 +180,19 @@ def test_the_driver_takes_missing_runs_in_order_and_outlives_one_that_fails(qual
     assert "failed with 1" in out and "out of memory" in out and "heldout 2.500" in out
 
 
-def test_the_report_has_means_spreads_and_the_lead_over_speculators(quality, tmp_path):
+def test_the_report_has_means_spreads_and_the_lead_over_speculators_at_equal_samples_and_time(quality, tmp_path):
     write_run(tmp_path, "base", 0, [1.0, 2.0])
     write_run(tmp_path, "base", 1, [1.0, 2.2])
     write_run(tmp_path, "other_shape", 0, [1.0, 9.0], num_hidden_layers=5)
     write_run(tmp_path, "cut_off", 0, [8.0], finished=False)
     write_run(tmp_path, "speculators", 0, [1.0, 1.75], peer={})
+    # In the 3,000 s that speculators takes for 6M tokens.
+    write_run(tmp_path, "base", 0, [1.0, 2.625], tokens=9e6)
+    write_run(tmp_path, "base", 0, [1.0, 8.0], tokens=9.2e6)
+    write_run(tmp_path, "five_layers", 0, [1.0, 8.0], num_hidden_layers=5)
     speeds = [
-        {"setting": name, "context_tokens_per_second": speed}
-        for name, speed in (("base", 3000), ("speculators", 2000))
+        {"setting": name, "context_tokens_per_second": speed, "steps_per_second": 1.0}
+        for name, speed in (("base", 1), ("base", 3000), ("speculators", 2000), ("five_layers", 3000))
     ]
     more = {"attention": "auto", "compile_layers": "off"}
     (tmp_path / "speed.json").write_text(json.dumps([speed | more for speed in speeds]))
@@ -201,7 +205,11 @@ def test_the_report_has_means_spreads_and_the_lead_over_speculators(quality, tmp
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     assert "| `base` | 6M | 1.50M | 0, 1 | 2.10 ± 0.10 | - | 3.10 ± 0.10 |" in text
     assert "- `base` is +20.0% against `speculators`" in text
-    assert "| `base` | auto | off | 3,000 | 9.0M |" in text
+    assert (
+        "In the 3000 s that `speculators` takes for 6M tokens, compiled layers off, `base` takes 9M (3000 s) and is +50.0%"
+        in text
+    )
+    assert "| `base` | auto | off | 3,000 | 1.0 |" in text and text.count("| auto | off |") == 3
     assert "cut_off" not in text and text.index("other_shape") < text.index("`base` | 6M |")
     assert (tmp_path / "curves.png").stat().st_size > 0
 
