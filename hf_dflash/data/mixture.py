@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from hf_dflash.atomic_files import replacing, write_json
+from hf_dflash.atomic_files import locked_folder, replacing, write_json
 
 from ..command_line import CommandParser
 from ..progress import ProgressBar
@@ -54,7 +54,7 @@ def build_mixture(
 
     Raises:
         `FileNotFoundError`: a source does not exist.
-        `ValueError`: a source gives no prompt at all.
+        `ValueError`: a source gives no prompt at all, or has no row with a field that its mapping names.
     """
     output = Path(output_dir or mixture.output)
     overlap = _read_evaluation_prompts(mixture, endpoint_url)
@@ -62,9 +62,9 @@ def build_mixture(
         source.name: list_sources(source.path, endpoint_url=endpoint_url, split=source.split)
         for source in mixture.sources
     }
-    output.mkdir(parents=True, exist_ok=True)
     reports: dict[str, Counter] = {source.name: Counter() for source in mixture.sources}
-    with tempfile.TemporaryFile(dir=output) as stage:
+    known = NearDuplicates(**mixture.near_duplicates) if mixture.near_duplicates is not None else None
+    with locked_folder(output, "writing prompts into"), tempfile.TemporaryFile(dir=output) as stage:
         seen: set[bytes] = set()
         candidates = {
             source.name: _collect(
@@ -80,7 +80,6 @@ def build_mixture(
             )
             for source in mixture.sources
         }
-        known = NearDuplicates(**mixture.near_duplicates) if mixture.near_duplicates is not None else None
         chosen = [
             place
             for source in mixture.sources
@@ -138,16 +137,21 @@ def _collect(
     filters = source.filters or mixture.filters
     ranks, offsets = array("Q"), array("Q")
     first_problem = ""
+    # A row may lack its system prompt or tools, but if all of them do, the mapping has a slip.
+    never_seen = {source.mapping[key]: key for key in ("system", "tools") if key in source.mapping}
     for where, content in ProgressBar(
         read_all_rows(files, endpoint_url=endpoint_url), desc=source.name, unit=" rows", disable=disable_tqdm
     ):
         report["read"] += 1
         try:
-            messages, tools = map_row(parse_line(content), source.mapping)
+            row = parse_line(content)
+            messages, tools = map_row(row, source.mapping)
         except RowSkipped as skipped:
             first_problem = first_problem or f"{where}: {skipped}"
             report[skipped.reason] += 1
             continue
+        for field in never_seen.keys() & row.keys():
+            del never_seen[field]
         if reason := filters.reason_against(messages):
             report[reason] += 1
             continue
@@ -169,6 +173,13 @@ def _collect(
         stage.write(json.dumps(row).encode() + b"\n")
     if not offsets and first_problem:
         raise ValueError(f"{source.name} gives no prompt; does its mapping fit? {first_problem}")
+    if not offsets and not (report["exact_duplicate"] or report["evaluation_overlap"]):
+        counts = ", ".join(f"{reason} {count}" for reason, count in report.items()) or "its files hold no rows"
+        raise ValueError(
+            f"{source.name} gives no prompt ({counts}): take it out of the mixture, or mend its files or filters."
+        )
+    for field, key in never_seen.items():
+        raise ValueError(f"No row of {source.name} has the field {field!r}, which its mapping names as {key}.")
     return ranks, offsets
 
 

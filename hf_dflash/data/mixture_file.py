@@ -24,16 +24,18 @@ The YAML file that describes a mixture of prompt sources (see recipes/mixtures/q
 `prompt_mapping.py` lists the keys of a mapping, `mixture.py` says what becomes of the rows.
 """
 
+import math
 import os
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
 from .prompt_filters import PromptFilters
 from .prompt_mapping import check_mapping
+from .prompt_overlap import FEWEST_WORDS
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class MixtureSource:
         check_mapping(self.mapping, self.name)
         if self.rows is not None and self.weight is not None:
             raise ValueError(f"{self.name} has rows and weight: give one of them.")
-        if (self.rows is not None and self.rows < 1) or (self.weight is not None and self.weight <= 0):
+        is_weight = self.weight is None or 0 < self.weight < math.inf
+        if (self.rows is not None and self.rows < 1) or not is_weight:
             raise ValueError(f"rows and weight of {self.name} must be positive.")
 
 
@@ -96,7 +99,8 @@ class Mixture:
         near_duplicates (`dict`, *optional*):
             `similarity` (Jaccard, of the `words`-grams of the user turns) from which on a prompt is a near-duplicate.
         evaluation_prompts (`dict`, *optional*):
-            `path` of prompts that must not be trained on; a prompt that shares `words` words in a row with one is removed.
+            `path` of prompts that must not be trained on; a prompt that shares `words` words in a row (10 by default, at least
+            4) with one is removed.
     """
 
     output: str
@@ -114,15 +118,30 @@ class Mixture:
         weighted = [source.name for source in self.sources if source.weight is not None]
         if bool(weighted) != (self.rows is not None):
             raise ValueError("rows of the mixture are shared among the sources with a weight: give both or neither.")
-        _check_keys(self.near_duplicates or {}, {"similarity", "words"}, "near_duplicates")
-        _check_keys(self.evaluation_prompts or {}, {"path", "words"}, "evaluation_prompts")
+        if self.rows is not None and self.rows < 1:
+            raise ValueError("rows of the mixture must be positive.")
+        if self.near_duplicates is not None:
+            _check_entry(self.near_duplicates, {"similarity": float, "words": int}, "near_duplicates", ())
+            if self.near_duplicates.get("words", 1) < 1:
+                raise ValueError("words of near_duplicates must be positive.")
+        if self.evaluation_prompts is not None:
+            known = {"path": str | list[str], "words": int}
+            _check_entry(self.evaluation_prompts, known, "evaluation_prompts", ("path",))
+            if self.evaluation_prompts.get("words", FEWEST_WORDS) < FEWEST_WORDS:
+                raise ValueError(
+                    f"words of evaluation_prompts must be at least {FEWEST_WORDS}: fewer in a row are shared by prompts that have "
+                    "nothing in common."
+                )
 
     def wanted(self, source: MixtureSource) -> int | None:
-        """Rows to take of a source; `None` is all."""
+        """Rows to take of a source; `None` is all. Those of the sources with a weight add up to `rows`."""
         if source.weight is None:
             return source.rows
-        weights = sum(other.weight for other in self.sources if other.weight is not None)
-        return round(self.rows * source.weight / weights)
+        weighted = [other for other in self.sources if other.weight is not None]
+        weights = [other.weight for other in weighted]
+        place = next(index for index, other in enumerate(weighted) if other is source)
+        before, after = (round(self.rows * sum(weights[:end]) / sum(weights)) for end in (place, place + 1))
+        return after - before
 
 
 def load_mixture(path: str | os.PathLike) -> Mixture:
@@ -138,28 +157,64 @@ def load_mixture(path: str | os.PathLike) -> Mixture:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not describe a mixture: see recipes/mixtures/qwen36.yaml for one.")
-    _check_keys(content, {item.name for item in fields(Mixture)}, str(path))
+    _check_entry(content, get_type_hints(Mixture) | {"sources": list, "filters": dict}, str(path), ("output",))
     sources = []
     for number, entry in enumerate(content.get("sources") or [], 1):
-        where = f"source {entry.get('name', number)} of {path}"
-        _check_keys(entry, {item.name for item in fields(MixtureSource)}, where)
-        if missing := {"name", "path", "mapping"} - entry.keys():
-            raise ValueError(f"{where} has no {sorted(missing)[0]}.")
-        sources.append(MixtureSource(**{**entry, "filters": _read_filters(entry.get("filters"), where)}))
+        where = f"source {entry.get('name', number) if isinstance(entry, dict) else number} of {path}"
+        known = get_type_hints(MixtureSource) | {"filters": dict}
+        _check_entry(entry, known, where, ("mapping", "name", "path"))
+        entry["filters"] = _read_filters(entry.get("filters"), where)
+        sources.append(MixtureSource(**{key: value for key, value in entry.items() if value is not None}))
     content["sources"] = sources
     content["filters"] = _read_filters(content.get("filters"), str(path)) or PromptFilters()
-    if "output" not in content:
-        raise ValueError(f"{path} has no output.")
     return Mixture(**content)
 
 
 def _read_filters(entry: dict | None, where: str) -> PromptFilters | None:
     if entry is None:
         return None
-    _check_keys(entry, {item.name for item in fields(PromptFilters)}, f"filters of {where}")
+    _check_entry(entry, get_type_hints(PromptFilters), f"filters of {where}", ())
     return PromptFilters(**entry)
 
 
-def _check_keys(entry: dict, known: set[str], where: str) -> None:
-    if unknown := entry.keys() - known:
-        raise ValueError(f"{where}: there is no {sorted(unknown)[0]!r}; the keys are {', '.join(sorted(known))}.")
+def _check_entry(entry: Any, known: dict[str, Any], where: str, needed: tuple[str, ...]) -> None:
+    """Refuses what YAML makes of a slip: another type, a key that is unknown, one that is missing or empty."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} is {entry!r}: its keys belong there, of {', '.join(sorted(known))}.")
+    if unknown := entry.keys() - known.keys():
+        raise ValueError(f"{where}: there is no {min(map(str, unknown))!r}; the keys are {', '.join(sorted(known))}.")
+    for name, value in entry.items():
+        if value is not None and not _is_of(value, known[name]):
+            raise ValueError(f"{where}: {name} is {value!r}, but must be {_name_of(known[name])}.")
+    for name in needed:
+        if entry.get(name) in (None, "", []):
+            raise ValueError(f"{where} has no {name}.")
+
+
+# What YAML's types are called in Python, and by whoever writes YAML.
+_TYPES = {
+    str: "text (in quotes if YAML takes it for something else, as it does with no, on and 2024)",
+    int: "a whole number in plain digits",
+    float: "a number",
+    bool: "true or false",
+    dict: "keys with values",
+    list: "a list",
+}
+
+
+def _is_of(value: Any, wanted: Any) -> bool:
+    if get_origin(wanted) is list:
+        return isinstance(value, list) and all(_is_of(item, *get_args(wanted)) for item in value)
+    if get_origin(wanted) is None:
+        return type(value) is wanted or (wanted is float and type(value) is int)
+    if get_origin(wanted) is dict:
+        return isinstance(value, dict)
+    return any(_is_of(value, option) for option in get_args(wanted))
+
+
+def _name_of(wanted: Any) -> str:
+    if get_origin(wanted) is list:
+        return f"a list, each of it {_name_of(*get_args(wanted))}"
+    if get_origin(wanted) in (None, dict):
+        return _TYPES[get_origin(wanted) or wanted]
+    return " or ".join(_name_of(option) for option in get_args(wanted) if option is not type(None))

@@ -28,13 +28,17 @@ def check_mapping(mapping: dict[str, Any], name: str) -> None:
     Refuses a mapping of the source `name` that [`map_row`] could not follow.
 
     Raises:
-        `ValueError`: an unknown key, or not one of `prompt`, `messages` and `transcript`.
+        `ValueError`: an unknown key, a field that is no text, or not one of `prompt`, `messages` and `transcript`.
     """
     known = {"prompt", "messages", "transcript", "system", "tools", "first_turn_only"}
     if unknown := mapping.keys() - known:
         raise ValueError(f"The mapping of {name} has {sorted(unknown)[0]!r}; the keys are {sorted(known)}.")
     if len(mapping.keys() & {"prompt", "messages", "transcript"}) != 1:
         raise ValueError(f"The mapping of {name} must have one of prompt, messages and transcript.")
+    for key, value in mapping.items():
+        if not isinstance(value, bool if key == "first_turn_only" else str):
+            wanted = "true or false" if key == "first_turn_only" else "the name of a field"
+            raise ValueError(f"The mapping of {name}: {key} is {value!r}, but must be {wanted}.")
 
 
 def map_row(row: dict, mapping: dict[str, Any]) -> tuple[list[dict], list[dict] | None]:
@@ -54,6 +58,8 @@ def map_row(row: dict, mapping: dict[str, Any]) -> tuple[list[dict], list[dict] 
     Raises:
         [`~data.conversations.RowSkipped`]: the row has no prompt, or a part of it has the wrong type.
     """
+    if not isinstance(row, dict):
+        raise RowSkipped("not_an_object")
     system = _text_of(row, mapping.get("system"))
     tools = read_tools(row.get(mapping["tools"])) if "tools" in mapping else None
     if "transcript" in mapping:

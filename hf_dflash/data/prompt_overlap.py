@@ -10,6 +10,8 @@ import numpy as np
 
 # Permutations of a MinHash: the standard error of the estimated similarity is at most 0.06.
 _NUM_PERMUTATIONS = 64
+# Fewer words in a row say nothing.
+FEWEST_WORDS = 4
 
 
 def words_of(messages: list[dict]) -> list[str]:
@@ -33,7 +35,7 @@ class EvaluationOverlap:
         self._grams: dict[int, set[int]] = {}
         for prompt in prompts:
             length = min(words, len(prompt))
-            if length >= 4:
+            if length >= FEWEST_WORDS:
                 self._grams.setdefault(length, set()).update(_grams(prompt, length))
 
     def __contains__(self, words: list[str]) -> bool:

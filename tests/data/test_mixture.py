@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import json
 import random
+import re
 
 import pytest
 from mixture_examples import CASES, FILLER, user, write_mixture
@@ -57,7 +58,7 @@ sources:
     assert all(row["messages"][0]["content"] not in near for row in rows)
     assert "exact_duplicate" in format_report(manifest) and "65" not in format_report(manifest).splitlines()[0]
     assert json.loads((tmp_path / "out" / "mixture.json").read_text())["report"] == reports
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["mixture.json", "prompts.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "mixture.json", "prompts.jsonl"]
 
     # What is drawn depends on the prompts and the seed, not on the order of the files or their rows.
     first = (tmp_path / "out" / "prompts.jsonl").read_text()
@@ -102,7 +103,34 @@ def test_a_mapping_that_fits_no_row_is_an_error_that_shows_one(tmp_path):
     mixture = write_mixture(tmp_path, "sources: [{name: a, path: TMP/a.jsonl, mapping: {prompt: text}}]")
     with pytest.raises(ValueError, match=r"a gives no prompt; does its mapping fit\? .*a\.jsonl:1: missing_field"):
         build_mixture(mixture, disable_tqdm=True)
-    assert not (tmp_path / "out" / "prompts.jsonl").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "rows", "message"),
+    [
+        ("{prompt: text}", [], "a gives no prompt (its files hold no rows)"),
+        ("{prompt: text}", ["[1, 2]", "3"], "a gives no prompt; does its mapping fit?"),
+        ("{prompt: text}", [{"text": "short"}] * 2, "a gives no prompt (read 2, too_short 2)"),
+        (
+            "{prompt: text, system: sistem}",
+            [{"text": "long enough", "system": "hi"}],
+            "No row of a has the field 'sistem'",
+        ),
+    ],
+)
+def test_a_source_that_gives_nothing_or_lacks_a_field_is_an_error(tmp_path, mapping, rows, message):
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    text = f"filters: {{min_characters: 8}}\nsources: [{{name: a, path: TMP/a.jsonl, mapping: {mapping}}}]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_mixture(write_mixture(tmp_path, text), disable_tqdm=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_field_that_some_rows_lack_is_no_error(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a question"}, {"text": "another one", "system": "hi"}])
+    text = "sources: [{name: a, path: TMP/a.jsonl, mapping: {prompt: text, system: system}}]"
+    assert build_mixture(write_mixture(tmp_path, text), disable_tqdm=True)["rows"] == 2
 
 
 def test_evaluation_prompts_that_are_not_there_are_named_by_their_key(tmp_path):
