@@ -38,7 +38,7 @@ def read_config(folder: Path) -> dict:
 
     Raises:
         `FileNotFoundError`: if there is none.
-        `ValueError`: if it is no JSON.
+        `ValueError`: if it is no JSON object.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -48,19 +48,22 @@ def read_config(folder: Path) -> dict:
         )
         raise FileNotFoundError(f"{folder} has no config.json.{adapter}")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object but a {type(config).__name__}.")
+    return config
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors files, sharded or not.
+    """All tensors of a folder's safetensors files, sharded or not. Of a folder that holds both, the single file, as in transformers.
 
     Raises:
         `FileNotFoundError`: if there are none, or the index names a shard that is missing.
     """
     index = folder / f"{WEIGHTS_FILE}.index.json"
-    if index.exists():
+    if index.exists() and not (folder / WEIGHTS_FILE).exists():
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     else:
         files = [folder / WEIGHTS_FILE]
@@ -78,7 +81,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], config) -> None:
     """Refuses weights that are not those of a drafter of this config.
 
     Raises:
-        `ValueError`: naming tensors that are missing, unknown, of another shape or not finite.
+        `ValueError`: naming tensors that are missing, unknown, of another shape, quantized or not finite.
     """
     with torch.device("meta"):
         expected = DFlashForSpeculation(config).state_dict()
@@ -96,6 +99,12 @@ def check_tensors(tensors: dict[str, torch.Tensor], config) -> None:
             raise ValueError(
                 f"`{name}` has shape {list(tensor.shape)}, the config makes it {list(expected[name].shape)}."
             )
+    # Of fewer than 16 bits, or whole numbers: codes, which mean something with their scales only.
+    codes = [name for name, tensor in tensors.items() if not tensor.is_floating_point() or tensor.dtype.itemsize < 2]
+    if codes:
+        raise ValueError(
+            f"Quantized (as {tensors[codes[0]].dtype}): {_shorten(codes)}. Take the drafter before it was quantized."
+        )
     broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise ValueError(f"Not finite (NaN or infinity): {_shorten(broken)}. Take an earlier checkpoint.")

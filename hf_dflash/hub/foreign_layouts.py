@@ -6,11 +6,12 @@ Their weight names are ours, behind a prefix and beside copies of what the targe
 other keys, and where they say nothing, what vLLM and SGLang assume holds.
 """
 
+import functools
 import logging
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3Config
 
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
@@ -76,12 +77,9 @@ def read_foreign_drafter(source: str | Path, *, target: str | None = None) -> DF
     tensors = strip_foreign_weights(read_tensors(folder), source=str(source))
     check_tensors(tensors, config)
 
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
-        raise ValueError(
-            f"{source} holds tensors of {sorted(map(str, dtypes))}: a quantized drafter cannot be imported."
-        )
-    drafter = DFlashForSpeculation(config).to(dtypes.pop())
+    # Some trainers keep norms in fp32 beside matrices in bf16: the wider one holds both exactly.
+    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    drafter = DFlashForSpeculation(config).to(dtype)
     drafter.load_state_dict(tensors)
     return drafter.eval()
 
@@ -98,6 +96,9 @@ def read_foreign_config(config_dict: dict, *, source: str = "config.json", targe
     Raises:
         `ValueError`: as [`import_drafter`].
     """
+    for key in ("dflash_config", "transformer_layer_config", "speculators_config"):
+        if not isinstance(config_dict.get(key) or {}, dict):
+            raise ValueError(f"{source}: `{key}` is {config_dict[key]!r}, which holds no keys.")
     nested = config_dict.get("dflash_config") or {}
     kind = config_dict.get("speculators_model_type")
     if kind not in (None, "dflash"):
@@ -113,7 +114,10 @@ def read_foreign_config(config_dict: dict, *, source: str = "config.json", targe
         if not is_neutral:
             raise ValueError(f"{source} has {feature} (`{key}` is {value!r}), which hf_dflash's drafters do not have.")
 
-    body = config_dict["transformer_layer_config"] if is_speculators else config_dict
+    body = (config_dict.get("transformer_layer_config") or {}) if is_speculators else config_dict
+    for key in ("vocab_size", "num_hidden_layers"):
+        if body.get(key) is None:
+            raise ValueError(f"{source} does not say its `{key}`: add it to `config.json`.")
     vocab_size = body["vocab_size"]
     if config_dict.get("draft_vocab_size", vocab_size) not in (None, vocab_size):
         raise ValueError(
@@ -122,7 +126,7 @@ def read_foreign_config(config_dict: dict, *, source: str = "config.json", targe
         )
 
     if is_speculators:
-        layer_ids = [layer_id - 1 for layer_id in config_dict["aux_hidden_state_layer_ids"]]
+        layer_ids = [layer_id - 1 for layer_id in config_dict.get("aux_hidden_state_layer_ids") or []]
     else:
         layer_ids = nested.get("target_layer_ids", config_dict.get("target_layer_ids"))
         if layer_ids is None:
@@ -165,7 +169,11 @@ def read_foreign_config(config_dict: dict, *, source: str = "config.json", targe
 
 
 def _read_windows(body: dict, nested: dict, source: str) -> tuple[list[str], int | None]:
-    layer_types = body.get("layer_types") or ["full_attention"] * body["num_hidden_layers"]
+    layer_types = body.get("layer_types")
+    if not layer_types:
+        # Engines see the layers that a Qwen3 config makes of its flag.
+        names = ("num_hidden_layers", "use_sliding_window", "sliding_window", "max_window_layers")
+        layer_types = Qwen3Config(**{name: body[name] for name in names if body.get(name) is not None}).layer_types
     window = nested.get("swa_window_size", body.get("sliding_window"))
     # Model-Optimizer leaves the layer types at full attention and lets this flag speak for all layers.
     if nested.get("use_swa") and "sliding_attention" not in layer_types:

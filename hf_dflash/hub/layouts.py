@@ -257,12 +257,14 @@ def import_drafter(source: str | Path, output_dir: str | Path, *, target: str | 
 
     Raises:
         `ValueError`: if the source is another kind of drafter, has a feature that [`DFlashForSpeculation`] does not have, or
-            lacks a tensor.
+            lacks a tensor; if it is not for `target`.
         `FileExistsError`: if `output_dir` holds files.
         `OSError`: if the source cannot be read.
     """
     output_dir = check_is_free(output_dir)
     drafter = read_foreign_drafter(source, target=target)
+    if target is not None:
+        check_fits_target(drafter.config, AutoConfig.from_pretrained(target))
     with complete_or_absent(output_dir) as folder:
         drafter.save_pretrained(folder)
         create_drafter_card(drafter.config, form="native", repo_id=output_dir.name).save(folder / "README.md")

@@ -252,6 +252,9 @@ def sliding(layout: dict, **body) -> dict:
             "sliding_attention",
         ),
         ({**Z_LAB, "dflash_config": {**Z_LAB["dflash_config"], "causal": True}}, True, "full_attention"),
+        # Layers that are not listed are what a Qwen3 config makes of its flag.
+        (sliding(Z_LAB, layer_types=None, max_window_layers=0), None, "sliding_attention"),
+        (sliding(Z_LAB, layer_types=None, max_window_layers=2), False, "full_attention"),
         (SPECULATORS, False, "full_attention"),
         (
             {**SPECULATORS, "transformer_layer_config": sliding(SPECULATORS["transformer_layer_config"])},
@@ -290,6 +293,10 @@ def test_each_layout_is_read_as_engines_read_it(layout, is_causal, layer_type, t
         ({**Z_LAB, "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({**Z_LAB, "dflash_config": {**Z_LAB["dflash_config"], "conv_kernel_size": 4}}, "conv_kernel_size"),
         ({**Z_LAB, "dflash_config": {"mask_token_id": 95}}, "target_layer_ids"),
+        ({**Z_LAB, "dflash_config": [1, 3]}, "`dflash_config` is"),
+        ({**Z_LAB, "vocab_size": None}, "`vocab_size`"),
+        ({**SPECULATORS, "transformer_layer_config": None}, "`vocab_size`"),
+        ({**SPECULATORS, "aux_hidden_state_layer_ids": None}, "at least one id|--target"),
         ({**Z_LAB, "dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 95}}, "highest usable id"),
         ({**Z_LAB, "dflash_config": {"target_layer_ids": [1, 3]}}, "mask_token_id"),
         ({**Z_LAB, "rope_theta": None}, "rope_theta"),
@@ -336,3 +343,35 @@ def test_native_drafters_are_not_imported(tiny_qwen3, tmp_path):
     make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native")
     with pytest.raises(ValueError, match="native drafter already"):
         import_drafter(tmp_path / "native", tmp_path / "again")
+
+
+def test_a_drafter_for_another_target_than_the_one_that_is_given_is_not_imported(tiny_qwen3, target_folder, tmp_path):
+    folder = export_drafter(make_drafter(tiny_qwen3, block_size=4), tmp_path / "serving", target=tiny_qwen3.config)
+    make_target("qwen3", vocab_size=128).config.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="`vocab_size` is 96, the target's is 128"):
+        import_drafter(folder, tmp_path / "native", target=str(tmp_path / "other"))
+    assert not (tmp_path / "native").exists()
+
+
+def test_norms_in_fp32_beside_matrices_in_bf16_are_imported_exactly_and_codes_are_refused(tiny_qwen3, tmp_path):
+    folder = export_drafter(make_drafter(tiny_qwen3), tmp_path / "serving", target=tiny_qwen3.config)
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name: tensor.float() + 1e-6 if "norm" in name else tensor for name, tensor in tensors.items()}
+    save_file(mixed, folder / "model.safetensors")
+    imported = import_drafter(folder, tmp_path / "native").state_dict()
+    assert all(torch.equal(imported[name], tensor.float()) for name, tensor in mixed.items())
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        codes = {name: tensor.to(dtype) if "proj" in name else tensor for name, tensor in tensors.items()}
+        save_file(codes, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=f"Quantized .as {dtype}"):
+            import_drafter(folder, tmp_path / "codes")
+
+
+def test_of_one_file_beside_older_shards_the_same_weights_are_read_as_by_auto_model(tiny_qwen3, tmp_path):
+    make_drafter(tiny_qwen3).save_pretrained(tmp_path / "native", max_shard_size="20KB")
+    make_drafter(tiny_qwen3).save_pretrained(tmp_path / "newer")
+    (tmp_path / "newer" / "model.safetensors").rename(tmp_path / "native" / "model.safetensors")
+    exported = export_drafter(tmp_path / "native", tmp_path / "serving", target=tiny_qwen3.config)
+    loaded = DFlashForSpeculation.from_pretrained(tmp_path / "native", dtype="auto").state_dict()
+    served = load_file(exported / "model.safetensors")
+    assert all(torch.equal(served[name], tensor) for name, tensor in loaded.items())
