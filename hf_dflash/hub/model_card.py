@@ -3,10 +3,13 @@
 """The model card of a drafter: what it is for, how it was made and measured, and commands that work for this very folder."""
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from .portability import find_problems
 
@@ -131,6 +134,8 @@ def create_drafter_card(
         native_revision=native_revision,
         served=served,
         vllm_config=json.dumps(vllm_config),
+        # Names of folders may hold spaces and quotes.
+        shell=shlex.quote,
         layer_kinds=_describe_layers(config),
         causality=_describe_causality(config),
         warnings=[str(problem) for problem in find_problems(config)],
@@ -142,7 +147,11 @@ def create_drafter_card(
 
 def is_local_path(name: str) -> bool:
     """Whether a model's name says where it lies on some disk: such a name is no Hub id, and nothing for others to see."""
-    return name.startswith(("/", ".", "~")) or Path(name).is_dir()
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return Path(name).is_dir()
 
 
 def read_training_record(folder: Path) -> TrainingRecord | None:
@@ -150,15 +159,27 @@ def read_training_record(folder: Path) -> TrainingRecord | None:
 
     Args:
         folder (`Path`): of the drafter.
+
+    Raises:
+        `ValueError`: if the card's metadata was changed into something that cannot be read.
     """
     path = folder / "README.md"
     if not path.exists():
         return None
-    values = ModelCard.load(path).data.to_dict().get(_RECORD_KEY)
-    if values is None:
-        return None
-    values["acceptance"] = [AcceptanceFigure(**figure) for figure in values.get("acceptance", [])]
-    return TrainingRecord(**values)
+    try:
+        values = ModelCard.load(path).data.to_dict().get(_RECORD_KEY)
+        if values is None:
+            return None
+        values = {name: value for name, value in values.items() if value is not None}
+        for figure in values.get("acceptance", []):
+            figure["acceptance_length"] = float(figure["acceptance_length"])
+        values["acceptance"] = [AcceptanceFigure(**figure) for figure in values.get("acceptance", [])]
+        return TrainingRecord(**values)
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"The metadata of the card {path}, between its lines `---`, cannot be read: mend it, or take the card away. "
+            f"({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
 
 
 def _describe_layers(config) -> str:

@@ -139,3 +139,37 @@ def test_export_carries_the_training_record_over(config, tiny_qwen3_5, tmp_path)
 def test_unknown_forms_are_refused(config):
     with pytest.raises(ValueError, match="'native' or the 'serving'"):
         create_drafter_card(config, form="gguf")
+
+
+@pytest.mark.parametrize("form", ["native", "serving"])
+def test_commands_hold_names_with_spaces_and_quotes_together(form, config):
+    config.target_name_or_path = "/data/My Models/alice's target"
+    card = create_drafter_card(config, form=form, repo_id="alice's drafter")
+    words = commands(card)
+    assert words["vllm"][:3] == ["vllm", "serve", config.target_name_or_path]
+    served = "EXPORTED" if form == "native" else "alice's drafter"
+    assert json.loads(words["vllm"][4])["model"] == served
+    assert {config.target_name_or_path, served} < set(words["sglang"])
+
+
+@pytest.mark.parametrize("name", ["outputs/models/target", "my target", "/data/target", "./target", "~/target"])
+def test_what_cannot_be_a_hub_id_is_a_path_wherever_the_card_is_written(name, config):
+    assert create_drafter_card(config, target_name=name).data.base_model is None
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"license: [x",
+        b"- a",
+        b"license: caf\xe9",
+        b"hf_dflash: 3",
+        b"hf_dflash: {unknown: 1}",
+        b"hf_dflash: {acceptance: [{prompts: a}]}",
+        b"hf_dflash: {acceptance: [{prompts: a, acceptance_length: null, setting: b}]}",
+    ],
+)
+def test_metadata_that_cannot_be_read_is_an_error_that_names_the_card(metadata, tmp_path):
+    (tmp_path / "README.md").write_bytes(b"---\n" + metadata + b"\n---\nA drafter.\n")
+    with pytest.raises(ValueError, match=r"README\.md.* cannot be read: mend it"):
+        read_training_record(tmp_path)
