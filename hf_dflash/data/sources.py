@@ -16,6 +16,7 @@ import math
 import os
 import re
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -279,7 +280,8 @@ def read_rows(source: Source, part: Part, *, endpoint_url: str | None = None) ->
     if source.uri.startswith(HUB_PREFIX):
         dataset = load_hub_dataset(source.uri)
         for row in range(part.start, part.end):
-            yield row + 1, dataset[row]
+            columns = dataset[row].items()
+            yield row + 1, {name: _without_fillers(value, dataset.features[name], True) for name, value in columns}
         return
     with open_jsonl(source.uri, endpoint_url=endpoint_url) as file:
         if part.start:
@@ -303,6 +305,22 @@ def read_rows(source: Source, part: Part, *, endpoint_url: str | None = None) ->
             number += 1
 
 
+def _without_fillers(value, feature, is_column: bool = False):
+    """
+    A column of structs has every key in every row, with `None` for those that a row lacks: a chat template would print them in
+    tools and in the arguments of their calls. Those of messages stay, for `content` may be `None`.
+    """
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {key: _without_fillers(part, feature[key]) for key, part in value.items() if part is not None}
+    item = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if not isinstance(value, list) or not isinstance(item, dict):
+        return value
+    if is_column and not item.keys().isdisjoint(("role", "from")):
+        messages = ({} if message is None else message for message in value)
+        return [{key: _without_fillers(part, item[key]) for key, part in message.items()} for message in messages]
+    return [_without_fillers(part, item) for part in value]
+
+
 def read_all_rows(sources: list[Source], *, endpoint_url: str | None = None) -> Iterator[tuple[str, bytes | dict]]:
     """
     Reads the rows of all sources in order, without the blank lines.
@@ -322,11 +340,23 @@ def open_jsonl(uri: str | os.PathLike, *, endpoint_url: str | None = None) -> IO
     """Opens a file or an object to read its lines; they are decompressed if its name ends with `.gz`."""
     is_compressed = str(uri).endswith(".gz")
     if not is_object_uri(uri):
-        return gzip.open(uri, "rb") if is_compressed else open(uri, "rb")
+        return _CompressedLines(uri, "rb") if is_compressed else open(uri, "rb")
     file = tempfile.TemporaryFile()
     _store(endpoint_url).download_to(uri, file)
     file.seek(0)
-    return gzip.GzipFile(fileobj=file) if is_compressed else file
+    return _CompressedLines(uri, "rb", fileobj=file) if is_compressed else file
+
+
+class _CompressedLines(gzip.GzipFile):
+    """Names a file that is damaged, or was copied while it was written."""
+
+    def readline(self, size: int | None = -1) -> bytes:
+        try:
+            return super().readline(size)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{self.name} is damaged or not all there: {error}. Copy it or compress it again."
+            ) from None
 
 
 def digest_of(value) -> str:

@@ -1,9 +1,22 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import gzip
+
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from hf_dflash.data import sources as sources_module
-from hf_dflash.data.sources import Part, Source, cut_into_units, list_sources, read_rows, size_of
+from hf_dflash.data.conversations import read_row
+from hf_dflash.data.sources import (
+    Part,
+    Source,
+    cut_into_units,
+    list_sources,
+    read_all_rows,
+    read_rows,
+    size_of,
+)
 
 
 @pytest.mark.parametrize("named", ["", "*.jsonl", "**"])
@@ -78,3 +91,34 @@ def test_a_hub_dataset_may_name_its_split(tmp_path, monkeypatch):
     name = f"hub://{tmp_path / 'hub'}"
     sizes = {source.uri: source.size for source in list_sources([name, f"{name}#test"])}
     assert sizes == {f"{name}#train": 3, f"{name}#test": 2}
+
+
+def test_the_fillers_of_struct_columns_are_in_no_tool_and_no_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def row(name, arguments):
+        function = {"name": name, "parameters": {"properties": {key: {"type": "string"} for key in arguments}}}
+        return {
+            "messages": [
+                {"role": "user", "content": "Do it."},
+                {"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": arguments}]},
+            ],
+            "tools": [{"type": "function", "function": function}],
+        }
+
+    rows = [row("weather", {"city": "Paris"}), row("convert", {"from": "EUR", "content": "7"})]
+    # What `datasets` wrote until it had a type for JSON, and what others write: one struct for the arguments of all tools.
+    (tmp_path / "hub").mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "train.parquet")
+    found = [content for _, content in read_all_rows(list_sources(f"hub://{tmp_path / 'hub'}"))]
+    assert [content["tools"] for content in found] == [content["tools"] for content in rows]
+    assert [read_row(content) for content in found] == [read_row(content) for content in rows]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: b"{" + data, lambda data: data[:60] * 2])
+def test_a_damaged_compressed_file_is_named(damage, tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    text = "".join(f'{{"prompt": "{i * 7919}", "completion": "{i * 104729}"}}\n' for i in range(200))
+    path.write_bytes(damage(gzip.compress(text.encode())))
+    with pytest.raises(ValueError, match="rows.jsonl.gz is damaged"):
+        list(read_all_rows(list_sources(path)))
