@@ -13,8 +13,11 @@ samples, one epoch and a tiny random model of the same architecture:
 import gzip
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from hf_dflash.atomic_files import replacing
 from hf_dflash.cli import explain_mistakes
 from hf_dflash.command_line import CommandParser
 from hf_dflash.training.run import parse_job, run_job
@@ -61,11 +64,16 @@ def test_flags(output_dir: str) -> list[str]:
         eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(0)
-    Qwen3_5ForCausalLM(config).save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    # Each process of a launch makes them, while another may be reading already: so each file is whole or not there.
+    with tempfile.TemporaryDirectory(dir=output_dir) as fresh:
+        for saved in (Qwen3_5ForCausalLM(config), tokenizer):
+            saved.save_pretrained(fresh)
+        os.makedirs(target, exist_ok=True)
+        for name in os.listdir(fresh):
+            os.replace(os.path.join(fresh, name), os.path.join(target, name))
     with gzip.open(os.path.join(pocket, "completions_train.jsonl.gz"), "rt", encoding="utf-8") as source:
         rows = [line for line, _ in zip(source, range(100), strict=False)]
-    with open(completions, "w", encoding="utf-8") as file:
+    with replacing(Path(completions)) as file:
         file.writelines(rows)
 
     # Layers 1, 2, 3, 4, 5 of 8; a mask token of this vocabulary; sizes of a tiny drafter.

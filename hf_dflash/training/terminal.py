@@ -96,7 +96,7 @@ class TerminalCallback(TrainerCallback):
         seconds, steps = time.monotonic() - self._began, state.global_step - self._first_step
         verb = "Trained" if state.global_step >= state.max_steps else "Stopped after"
         parts = [
-            f"{verb} {steps:,} steps in {format_duration(seconds)}, at step {state.global_step:,} of {state.max_steps:,}"
+            f"{verb} {steps:,} step{'' if steps == 1 else 's'} in {format_duration(seconds)}, at step {state.global_step:,} of {state.max_steps:,}"
         ]
         parts += describe_figures(self._figures)
         if state.best_metric is not None and state.best_model_checkpoint is not None:

@@ -3,7 +3,6 @@
 """recipes/train_smollm2.py as a user starts it, with a tiny random target and very little to do."""
 
 import gzip
-import importlib.util
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,13 +12,11 @@ from transformers import AutoModel
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_recipe_trains_evaluates_what_it_held_out_and_writes_a_card(tmp_path, monkeypatch):
+def test_the_recipe_trains_evaluates_what_it_held_out_and_writes_a_card(load_recipe, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from quality_tiny import make_tiny
 
-    spec = importlib.util.spec_from_file_location("recipe_train_smollm2", ROOT / "recipes" / "train_smollm2.py")
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    recipe = load_recipe("train_smollm2")
     tiny = Namespace(work=tmp_path, tokens=1.0)
     make_tiny(tiny)
     rows = tiny.completions.read_text(encoding="utf-8")
