@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""The parser of all commands but `train` and `plan`, whose options are dataclass fields."""
+"""The parser of all commands but `train` and `plan`, whose options are dataclass fields, and types of their options."""
 
 import argparse
 import sys
@@ -25,6 +25,30 @@ class CommandParser(argparse.ArgumentParser):
             if spelling in self._option_string_actions:
                 return spelling + equals + value
         return argument
+
+
+def at_least_one(text: str) -> int:
+    """The type of an option that counts something of which none is no use."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
+    return number
+
+
+def available_device(name: str) -> str:
+    """The type of an option that names a device. Torch says in several ways, some of them tracebacks, that there is none."""
+    # Here: most commands of `hf_dflash.data` need no torch.
+    import torch
+
+    try:
+        place = torch.device(name)
+        module = torch.get_device_module(place)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{name!r} is no device: cpu, cuda or cuda:1, for example") from error
+    count = module.device_count() if module.is_available() else 0
+    if (place.index or 0) >= count:
+        raise argparse.ArgumentTypeError(f"there is no {name} here: torch sees {count} of that kind")
+    return name
 
 
 def help_of(option: Field) -> str:

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from hf_dflash.command_line import CommandParser
+from hf_dflash.command_line import CommandParser, at_least_one, available_device
 
 
 @pytest.fixture
@@ -41,3 +41,22 @@ def test_an_unknown_option_is_named_as_it_was_typed(parser, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--no_such_thing"])
     assert "--no_such_thing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--device", "cuda:99"], "argument --device: there is no cuda:99 here: torch sees"),
+        (["--device", "gpu"], "argument --device: 'gpu' is no device"),
+        (["--limit", "0"], "argument --limit: must be at least 1, but is 0"),
+        (["--limit", "-2"], "argument --limit: must be at least 1, but is -2"),
+    ],
+)
+def test_a_device_that_is_not_there_and_a_count_of_none_are_refused_by_option(capsys, option, message):
+    parser = CommandParser()
+    parser.add_argument("--device", type=available_device)
+    parser.add_argument("--limit", type=at_least_one)
+    assert parser.parse_args(["--device", "cpu", "--limit", "3"]) == argparse.Namespace(device="cpu", limit=3)
+    with pytest.raises(SystemExit):
+        parser.parse_args(option)
+    assert message in capsys.readouterr().err

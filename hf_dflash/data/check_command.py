@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..command_line import CommandParser
+from ..command_line import CommandParser, available_device
 from .dataset_gates import DatasetGates
 from .dataset_report import load_dataset_report
 from .report_rendering import describe_report, plot_report
@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         "--target-model", help="load this target and measure how many reply tokens are its own argmax (off by default)"
     )
     parser.add_argument("--target-rows", type=int, default=32, help="rows to measure that on (%(default)s)")
-    parser.add_argument("--device", default=None, help="device for --target-model (default: a GPU if there is one)")
+    parser.add_argument(
+        "--device", type=available_device, help="device for --target-model (default: a GPU if there is one)"
+    )
     parser.add_argument("--samples", type=int, default=3, help="rows to show as text (%(default)s)")
     parser.add_argument(
         "--output", metavar="DIR", help="folder for report.json and report.png (default: the dataset's)"

@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from ..command_line import CommandParser
+from ..command_line import CommandParser, at_least_one, available_device
 from .chat_client import RetryPolicy
 from .completion_folder import ReplyLimits
 from .server_completions import generate_completions_from_servers
@@ -57,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
         from .local_completions import generate_completions_locally
 
         manifest = generate_completions_locally(model=target, output_dir=given.pop("output"), limits=limits, **given)
+    if "repetition_penalty" in manifest["options"]:
+        print(
+            f"Written with the repetition_penalty of the target's generation config, {manifest['options']['repetition_penalty']}."
+        )
     counts = manifest["counts"]
     print(
         f"{counts['rows']} rows in {arguments['output']}: {counts['cut']} cut by the length limit, {counts['empty']} empty; "
@@ -107,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("output")
-    group.add_argument("--max_rows", type=int, help="only the first prompts")
+    group.add_argument("--max_rows", type=at_least_one, help="only the first prompts")
     group.add_argument("--shard_rows", type=int, default=500, help="rows of a file (default: 500)")
     group.add_argument("--upload_to", metavar="URI", help="s3://bucket/prefix to copy each file to when it is full")
     group.add_argument("--endpoint_url", help="address of the object store, if not Amazon's")
@@ -149,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="template the target is served with, if not its own (tokenize and train take it too)",
     )
-    group.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1 (default: all)")
+    group.add_argument("--devices", nargs="+", type=available_device, help="such as cuda:0 cuda:1 (default: all)")
     group.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], help="(default: bfloat16)")
     group.add_argument("--max_prompt_tokens", type=int, help="longer prompts fail (default: 4096)")
     group.add_argument("--token_budget", type=int, help="cached tokens of a batch (default: 131072)")

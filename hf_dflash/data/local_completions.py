@@ -8,10 +8,12 @@ Transformers writes the completions, on devices of this machine.
 """
 
 import itertools
+import logging
 import os
 import random
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .chat import THINKING_TAGS, ChatRenderer, opened_thinking, require_chat_template
@@ -25,7 +27,10 @@ from .sources import digest_of, list_sources
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
 
 
 # Prompts that are tokenized and sorted by length together. More gives fuller batches, and rows come back later.
@@ -80,14 +85,15 @@ def generate_completions_locally(
         max_new_tokens (`int`, *optional*, defaults to 1024):
             Longer replies are cut, with `finish_reason` `"length"`.
         max_prompt_tokens (`int`, *optional*, defaults to 4096):
-            Prompts that are longer fail.
+            Prompts that are longer fail, as do those that leave no room for `max_new_tokens` in the target's context.
         token_budget (`int`, *optional*, defaults to 131072):
             Cached tokens of a batch: rows x (longest prompt + `max_new_tokens`). A batch that does not fit nevertheless is
             halved.
         max_batch_rows (`int`, *optional*, defaults to 1024):
             Rows of a batch.
         temperature, top_p, top_k, seed:
-            See [`~data.local_generation.LocalSampling`]. Greedy by default.
+            See [`~data.local_generation.LocalSampling`]. Greedy by default. A `repetition_penalty` in the target's generation
+            config is applied, as servers apply it; of whatever else it says about which tokens are written a warning tells.
         enable_thinking (`bool`, *optional*):
             For the chat template; `None` leaves it to the template.
         chat_template (`str`, *optional*):
@@ -131,12 +137,15 @@ def generate_completions_locally(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     require_chat_template(tokenizer)
-    eos_token_ids = _end_of_sequence_ids(model, tokenizer)
+    generation_config = _generation_config(model)
+    eos_token_ids = _end_of_sequence_ids(generation_config, tokenizer)
+    sampling = _add_repetition_penalty(sampling, generation_config)
     template_options = dict(chat_template_kwargs or {})
     if enable_thinking is not None:
         template_options["enable_thinking"] = enable_thinking
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    room = _context_length(model) - max_new_tokens
     options = {
         "written_by": "transformers",
         "target": name,
@@ -151,6 +160,8 @@ def generate_completions_locally(
     }
     if chat_template is not None:
         options["chat_template_digest"] = digest_of(chat_template)
+    if sampling.repetition_penalty != 1:
+        options["repetition_penalty"] = sampling.repetition_penalty
     sources = list_sources(prompts, endpoint_url=endpoint_url)
     with (
         CompletionFolder(
@@ -171,7 +182,7 @@ def generate_completions_locally(
         while waiting := list(itertools.islice(conversations, _LOCAL_CHUNK_ROWS)):
             while waiting:
                 # Turn by turn: those that go on are asked again, together with others of their new length.
-                asked = _render_prompts(waiting, renderer, folder, max_prompt_tokens)
+                asked = _render_prompts(waiting, renderer, folder, max_prompt_tokens, room)
                 batches = plan_generation_batches(
                     [len(ids) for _, _, ids in asked], max_new_tokens, token_budget, max_batch_rows
                 )
@@ -205,17 +216,44 @@ def _load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return AutoTokenizer.from_pretrained(name)
 
 
-def _end_of_sequence_ids(model: "str | PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """All ids that end a reply: targets list several in their generation config, and the tokenizer may add its own."""
+def _generation_config(model: "str | PreTrainedModel") -> "GenerationConfig":
     from transformers import GenerationConfig
 
-    if isinstance(model, str):
-        try:
-            configured = GenerationConfig.from_pretrained(model).eos_token_id
-        except OSError:
-            configured = None  # no such file: the tokenizer's own is all there is
-    else:
-        configured = model.generation_config.eos_token_id
+    if not isinstance(model, str):
+        return model.generation_config
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        return GenerationConfig()  # no such file
+
+
+def _context_length(model: "str | PreTrainedModel") -> float:
+    """Tokens that the target was made to read. Behind them it writes on without a word, but nothing that it would be served for."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or float("inf")
+
+
+def _add_repetition_penalty(sampling: LocalSampling, config: "GenerationConfig") -> LocalSampling:
+    """The sampling with the penalty of the generation config. What else there is in it goes unheeded, but not unsaid."""
+    from ..decoding.generation_settings import settings_that_decide
+
+    unheeded = settings_that_decide(config, do_sample=sampling.temperature > 0)
+    penalty = unheeded.pop("repetition_penalty", 1.0)
+    unheeded.pop("temperature", None)
+    for name in ("top_p", "top_k"):
+        if getattr(sampling, name) != getattr(LocalSampling, name):
+            unheeded.pop(name, None)
+    if unheeded:
+        settings = ", ".join(f"{name} {value}" for name, value in unheeded.items())
+        logger.warning(f"Replies are written without what the target's generation config says beside: {settings}.")
+    return replace(sampling, repetition_penalty=penalty)
+
+
+def _end_of_sequence_ids(config: "GenerationConfig", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """All ids that end a reply: targets list several in their generation config, and the tokenizer may add its own."""
+    configured = config.eos_token_id
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     ids.discard(None)
     if not ids:
@@ -224,7 +262,11 @@ def _end_of_sequence_ids(model: "str | PreTrainedModel", tokenizer: "PreTrainedT
 
 
 def _render_prompts(
-    conversations: list[PromptConversation], renderer: ChatRenderer, folder: CompletionFolder, max_prompt_tokens: int
+    conversations: list[PromptConversation],
+    renderer: ChatRenderer,
+    folder: CompletionFolder,
+    max_prompt_tokens: int,
+    room: float,
 ) -> list[tuple[PromptConversation, str, list[int]]]:
     """Conversations with the text and the ids of their next prompt, exactly as `hf-dflash tokenize` will make them."""
     rendered = []
@@ -241,6 +283,9 @@ def _render_prompts(
             folder.fail(
                 conversation.id, "prompt_too_long", f"{len(ids)} tokens, but max_prompt_tokens={max_prompt_tokens}"
             )
+        elif len(ids) > room:
+            detail = f"{len(ids)} tokens, but max_new_tokens leaves room for {room} in the target's context"
+            folder.fail(conversation.id, "prompt_too_long", detail)
         else:
             result.append((conversation, prompt, ids))
     return result

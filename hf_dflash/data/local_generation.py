@@ -43,20 +43,26 @@ class LocalSampling:
             Most probable tokens to choose from; 0 is all.
         seed (`int`, *optional*, defaults to 0):
             A batch of the same rows gives the same replies.
+        repetition_penalty (`float`, *optional*, defaults to 1.0):
+            Of `generate`, on tokens of prompt and reply; 1 is none.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, but is {self.temperature}.")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a number that is not negative, but is {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], but is {self.top_p}.")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, but is {self.top_k}.")
+        for name in ("top_p", "top_k"):
+            if self.temperature == 0 and getattr(self, name) != getattr(LocalSampling, name):
+                raise ValueError(f"{name} changes nothing when decoding is greedy: give a temperature too.")
 
 
 def plan_generation_batches(
@@ -121,7 +127,7 @@ def generate_replies(
     Returns:
         `list[list[int]]`: the generated ids, with the one that ended the reply; a reply that was cut has none of them.
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor
 
     from ..decoding.attention_kernels import without_cudnn_attention
     from ..decoding.target_cache import name_of_cache
@@ -129,16 +135,17 @@ def generate_replies(
     device = model.device
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
-    input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+    # Padding is masked. A row's own token stands there, so that a repetition penalty finds none that the row does not hold.
+    input_ids = torch.tensor([[prompt[0]] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.ones(len(prompts), longest + max_new_tokens, dtype=torch.long)
     mask[:, :longest] = torch.arange(longest) >= longest - lengths[:, None]
     position_ids = (mask[:, :longest].cumsum(1) - 1).clamp(min=0)
     input_ids, mask, position_ids, lengths = (t.to(device) for t in (input_ids, mask, position_ids, lengths))
 
     eos = torch.tensor(eos_token_ids, device=device)
+    penalize = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
     choose = _token_chooser(sampling, prompts, device)
+    prompt_ids = input_ids
     written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.long, device=device)
     rows = torch.arange(len(prompts), device=device)
     is_finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
@@ -155,6 +162,8 @@ def generate_replies(
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
+        if sampling.repetition_penalty != 1:
+            logits = penalize(torch.cat([prompt_ids[rows], written[rows, :num_written]], dim=1), logits.float())
         tokens = choose(logits)
         written[rows, num_written] = tokens
         num_written += 1

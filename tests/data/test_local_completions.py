@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_models import make_target
 from tiny_tokenizers import THINKING_TEMPLATE, make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dflash.data.local_completions import generate_completions_locally, split_reasoning
 
@@ -67,8 +68,6 @@ def test_reasoning_is_kept_apart(text, prompt, expected):
 
 
 def test_replies_are_those_of_generate_and_tokenize_takes_them_as_they_are(tmp_path, target_folder):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from hf_dflash.data.tokenization import tokenize_completions
 
     prompts = write_prompts(tmp_path / "prompts.jsonl", make_rows(12))
@@ -155,6 +154,46 @@ def test_rows_that_cannot_be_answered_are_listed(tmp_path, target_folder):
     reasons = sorted(failure["reason"] for failure in read_failures(tmp_path / "out"))
     assert reasons == ["bad_json", "duplicate_id", "missing_field", "prompt_too_long", "unknown_role"]
     assert manifest["counts"] | {"cut": 0} == {"rows": 3, "cut": 0, "empty": 0, "failed": 5}
+
+
+@pytest.mark.compat
+def test_a_repetition_penalty_of_the_target_is_applied_and_other_settings_are_named(tmp_path, target_folder, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float64)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", make_rows(3))
+    options = {"tokenizer": tokenizer, "max_new_tokens": 12, **NO_LIMITS}
+    plain = generate_completions_locally(prompts, tmp_path / "plain", target, **options)
+    target.generation_config.repetition_penalty = 1.5
+    manifest = generate_completions_locally(prompts, tmp_path / "penalized", target, **options)
+    assert "repetition_penalty" not in plain["options"] and manifest["options"]["repetition_penalty"] == 1.5
+    assert not caplog.records
+    inputs = tokenizer.apply_chat_template(
+        make_rows(3)[0]["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    expected = target.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    replies = {row["id"]: row["completion_token_ids"] for row in read_completions(tmp_path / "penalized")}
+    assert replies[make_rows(3)[0]["id"]] == expected.tolist()
+
+    target.generation_config.no_repeat_ngram_size, target.generation_config.top_k = 3, 20
+    generate_completions_locally(prompts, tmp_path / "greedy", target, **options)
+    assert "says beside: no_repeat_ngram_size 3." in caplog.text
+    caplog.clear()
+    generate_completions_locally(prompts, tmp_path / "drawn", target, temperature=0.5, **options)
+    assert "says beside: no_repeat_ngram_size 3, top_k 20." in caplog.text
+
+
+def test_prompts_that_leave_no_room_in_the_targets_context_fail(tmp_path, target_folder):
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    target = AutoModelForCausalLM.from_pretrained(target_folder)
+    target.config.max_position_embeddings = 40
+    rows = make_rows(1) + [{"id": "long", "messages": [{"role": "user", "content": "1 + 1 " * 20}]}]
+    prompts = write_prompts(tmp_path / "prompts.jsonl", rows)
+    manifest = generate_completions_locally(
+        prompts, tmp_path / "out", target, tokenizer=tokenizer, max_new_tokens=8, **NO_LIMITS
+    )
+    assert (manifest["counts"]["rows"], manifest["counts"]["failed"]) == (1, 1)
+    (failure,) = read_failures(tmp_path / "out")
+    assert failure["id"] == "long" and "room for 32 in the target's context" in failure["detail"]
 
 
 def test_a_time_limit_stops_between_batches_and_the_next_run_goes_on(tmp_path, target_folder):

@@ -46,6 +46,31 @@ def test_a_padded_batch_gives_what_generate_gives_one_by_one(kind):
     assert min(lengths) <= 8 < max(lengths), lengths
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repetition_penalty_sees_the_row_and_not_its_padding(kind):
+    target = make_target(kind, torch.float64)
+    target.generation_config.repetition_penalty = 1.5
+    prompts = make_prompts([3, 17, 1, 9, 12, 5, 30, 8])
+    expected = generate_one_by_one(target, prompts, 24)
+    options = {"max_new_tokens": 24, "eos_token_ids": EOS}
+    assert generate_replies(target, prompts, sampling=LocalSampling(repetition_penalty=1.5), **options) == expected
+    assert generate_replies(target, prompts, **options) != expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"top_p": 0.9}, "top_p changes nothing when decoding is greedy"),
+        ({"top_k": 20}, "top_k changes nothing when decoding is greedy"),
+    ],
+)
+def test_sampling_that_would_not_be_what_was_asked_for_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LocalSampling(**options)
+
+
 def test_sampled_replies_follow_the_seed(tiny_qwen3):
     prompts = make_prompts([4, 6, 5])
 
