@@ -8,6 +8,7 @@ and a PNG beside it.
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable
@@ -17,9 +18,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from ..command_line import CommandParser
+from ..command_line import CommandParser, at_least_one, available_device
+from ..data.local_generation import LocalSampling
 from ..data.sources import open_jsonl
 from ..decoding.attention_kernels import without_cudnn_attention
+from ..decoding.generation_settings import settings_that_decide
 from ..decoding.speculative import speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
 from ..progress import ProgressBar
@@ -27,8 +30,13 @@ from .acceptance import acceptance_by_slot, repeated_ngram_share
 from .prompt_sets import PROMPT_SETS, load_prompt_set
 
 
+logger = logging.getLogger(__name__)
+
 # Arguments of `speculative_generate` that plain `generate` does not know.
 _OURS_ONLY = ("sample_drafts", "adaptive_block", "tree_budget", "cuda_graph")
+
+# New tokens of a turn, unless another number is given: acceptance lengths of different numbers are hard to compare.
+MAX_NEW_TOKENS = 512
 
 
 @dataclass
@@ -259,24 +267,39 @@ def _read_turns(row: dict, where: str) -> tuple[list[dict], list[str]]:
         before, turns = [], row["turns"]
     elif "messages" in row:
         messages = row["messages"]
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise ValueError(f"{where}: `messages` is a list of objects with `role` and `content`.")
         if not messages or messages[-1].get("role") != "user":
             raise ValueError(f"{where}: `messages` must end with a user turn, which the target is to answer.")
-        before, turns = messages[:-1], [messages[-1]["content"]]
+        before, turns = messages[:-1], [messages[-1].get("content")]
     elif "prompt" in row:
         before, turns = [], [row["prompt"]]
     else:
         raise ValueError(f"{where}: a prompt has `messages`, `turns` or `prompt`, this row has {sorted(row)}.")
-    if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"{where}: a user turn is a non-empty string.")
+    # A string is a sequence of strings too: each of its characters would be a turn.
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f"{where}: a user turn is a non-empty string, and `turns` a list of them.")
     return before, turns
 
 
-def encode_prompt(tokenizer, messages: list[dict], enable_thinking: bool) -> torch.LongTensor:
-    """The ids, `[1, length]`, that a server would give the target: chat template and generation prompt."""
+def encode_prompt(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> torch.LongTensor:
+    """
+    The ids, `[1, length]`, that a server would give the target: chat template and generation prompt. Without a template, those of
+    a single message's text.
+
+    Raises:
+        `ValueError`: for a conversation without a template.
+    """
     if tokenizer.chat_template is None:
+        if len(messages) > 1:
+            raise ValueError(
+                f"The target's tokenizer has no chat template, which a conversation of {len(messages)} messages needs: take prompts "
+                "of one user turn, or give the template that the target is served with (--chat-template)."
+            )
         return tokenizer(messages[-1]["content"], return_tensors="pt").input_ids
+    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, enable_thinking=enable_thinking, return_tensors="pt", return_dict=True
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
     )["input_ids"]
 
 
@@ -286,8 +309,8 @@ def measure_acceptance(
     prompts: Iterable[dict],
     tokenizer,
     *,
-    max_new_tokens: int = 256,
-    enable_thinking: bool = True,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    enable_thinking: bool | None = None,
     do_sample: bool = False,
     compare_with_plain: bool = True,
     seed: int = 0,
@@ -301,9 +324,9 @@ def measure_acceptance(
         target (`PreTrainedModel`), drafter ([`DFlashForSpeculation`]): in evaluation mode, on their devices.
         prompts (`Iterable[dict]`): rows as [`load_prompts`] gives them.
         tokenizer (`PreTrainedTokenizerBase`): the target's.
-        max_new_tokens (`int`, *optional*, defaults to 256): of each turn.
-        enable_thinking (`bool`, *optional*, defaults to `True`): given to the chat template. A drafter that was trained on
-            completions with thinking accepts far less without it, and the other way round.
+        max_new_tokens (`int`, *optional*, defaults to 512): of each turn.
+        enable_thinking (`bool`, *optional*): given to the chat template; its own default if not given, as everywhere. A drafter
+            that was trained on completions with thinking accepts far less without it, and the other way round.
         do_sample (`bool`, *optional*, defaults to `False`): draw tokens instead of taking the most likely ones.
         compare_with_plain (`bool`, *optional*, defaults to `True`): time plain `generate` on the same prompts, and when greedy
             compare the tokens.
@@ -319,6 +342,7 @@ def measure_acceptance(
     """
     prompts = list(prompts)
     ours_only = {name: generation_kwargs.pop(name) for name in _OURS_ONLY if name in generation_kwargs}
+    plain_kwargs = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **generation_kwargs}
     report = AcceptanceReport(
         settings={
             "target": target.config._name_or_path or type(target).__name__,
@@ -330,16 +354,18 @@ def measure_acceptance(
             "seed": seed if do_sample else None,
             **ours_only,
             **generation_kwargs,
+            **settings_that_decide(_prepare_generation_config(target, plain_kwargs), do_sample),
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": _device_name(target.device),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
     )
+    context_length = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     measure = _Measurement(
         target,
         drafter,
-        {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **generation_kwargs},
+        plain_kwargs,
         ours_only,
         compare_with_plain,
         seed,
@@ -351,6 +377,12 @@ def measure_acceptance(
             for turn_number, turn in enumerate(turns, start=1):
                 messages = [*messages, {"role": "user", "content": turn}]
                 input_ids = encode_prompt(tokenizer, messages, enable_thinking).to(target.device)
+                if context_length is not None and input_ids.shape[1] + max_new_tokens > context_length:
+                    logger.warning(
+                        f"Prompt {name} and its reply may take {input_ids.shape[1]} + {max_new_tokens} tokens, but the target was "
+                        f"made for {context_length}: what is written behind them says nothing. Leave the prompt out, or take "
+                        "fewer new tokens."
+                    )
                 result, new_tokens = measure(input_ids)
                 result.id = name if turn_number == 1 else f"{name}/turn{turn_number}"
                 result.domain = str(row.get("domain") or row.get("source") or "prompts")
@@ -359,6 +391,17 @@ def measure_acceptance(
                 messages = [*messages, {"role": "assistant", "content": answer}]
             bar.set_postfix(acceptance=_show(report.acceptance_length))
     return report
+
+
+def _prepare_generation_config(target, generation_kwargs: dict) -> transformers.GenerationConfig:
+    """What `generate` makes of its arguments, the target's generation config and its own defaults."""
+    any_ids = torch.ones(1, 1, dtype=torch.long, device=target.device)
+    return target.generate(
+        any_ids,
+        attention_mask=any_ids,
+        custom_generate=lambda model, input_ids, generation_config, **_: generation_config,
+        **generation_kwargs,
+    )
 
 
 class _Measurement:
@@ -449,21 +492,23 @@ def main(argv: list[str] | None = None) -> int:
         help=f"JSONL files with `messages`, `turns` or `prompt` rows, or sets on the Hub: {', '.join(PROMPT_SETS)}",
     )
     parser.add_argument(
-        "--limit", type=int, help="so many prompts of each: the first of a file, any of a set (--seed)"
+        "--limit", type=at_least_one, help="so many prompts of each: the first of a file, any of a set (--seed)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of each turn (default: %(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", type=at_least_one, default=MAX_NEW_TOKENS, help="of each turn (default: %(default)s)"
+    )
     parser.add_argument(
         "--enable-thinking",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="given to the chat template: as the drafter's completions were written (default: on)",
+        help="given to the chat template: as the drafter's completions were written (default: the template's own)",
     )
+    parser.add_argument("--chat-template", metavar="FILE", help="the same: if it was not the target's own")
     parser.add_argument("--do-sample", action="store_true", help="draw tokens instead of taking the most likely ones")
     for name, number in (("--temperature", float), ("--top-p", float), ("--top-k", int)):
         parser.add_argument(name, type=number, help="of --do-sample (default: the target's generation config)")
     parser.add_argument("--sample-drafts", action="store_true", help="draw the drafts too")
     parser.add_argument("--adaptive-block", action="store_true", help="verify only as many drafts as pay")
-    parser.add_argument("--tree-budget", type=int, help="verify a tree of so many drafts (dense targets)")
+    parser.add_argument("--tree-budget", type=at_least_one, help="verify a tree of so many drafts (dense targets)")
     parser.add_argument("--cuda-graph", action="store_true", help="replay the verify pass as a CUDA graph")
     parser.add_argument(
         "--seed", type=int, default=0, help="of sampling, and of what --limit takes of a set (default: 0)"
@@ -480,20 +525,31 @@ def main(argv: list[str] | None = None) -> int:
         choices=["auto", "bfloat16", "float16", "float32", "float64"],
         help="of both models (default: as the target was saved)",
     )
-    parser.add_argument("--device", help="of both models (default: the first accelerator, else the CPU)")
+    parser.add_argument(
+        "--device", type=available_device, help="of both models (default: the first accelerator, else the CPU)"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the target's repository")
     parser.add_argument("--output", type=Path, help="folder for acceptance.json, acceptance.md and acceptance.png")
     args = parser.parse_args(argv)
 
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     sampling = {name: value for name, value in sampling.items() if value is not None}
-    if sampling and not args.do_sample:
-        raise ValueError(f"{', '.join(sampling)} change nothing when decoding is greedy: add --do-sample.")
     ours = {name: getattr(args, name) for name in _OURS_ONLY if getattr(args, name)}
+    for name in [*sampling, "sample_drafts"]:
+        if not args.do_sample and getattr(args, name) not in (None, False):
+            raise ValueError(f"--{name} changes nothing when decoding is greedy: add --do-sample.")
+    if args.temperature == 0:
+        raise ValueError("--temperature 0 is greedy decoding: leave out --do-sample and what belongs to it.")
+    # Its own checks: `generate` takes a `top_p` of 2 for none, and one of 0 for greedy.
+    LocalSampling(**{"temperature": 1.0, **sampling})
+    if args.output is not None and args.output.exists() and not args.output.is_dir():
+        raise ValueError(f"--output {args.output} is a file: give a folder.")
     prompts = []
     for name in args.prompts:
         if name in PROMPT_SETS:
             prompts += load_prompt_set(name, args.limit, args.seed)
+        elif not Path(name).is_file():
+            raise ValueError(f"--prompts {name} is neither a file here nor one of the sets {', '.join(PROMPT_SETS)}.")
         else:
             prompts += load_prompts(name, args.limit)
 
@@ -505,6 +561,8 @@ def main(argv: list[str] | None = None) -> int:
             "folder of a drafter, or `hf-dflash import` another project's first."
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+    if args.chat_template is not None:
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     target = transformers.AutoModelForCausalLM.from_pretrained(
         args.target, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     )

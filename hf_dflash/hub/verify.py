@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from ..command_line import CommandParser
+from ..command_line import CommandParser, at_least_one, available_device
 from ..decoding.speculative import embed_slots, speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
@@ -278,14 +278,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("drafter", help="folder or Hub id, in any layout that `hf-dflash import` reads")
     parser.add_argument("--target", required=True, help="folder or Hub id")
     parser.add_argument("--prompt", action="append", help="a user message; may be repeated")
-    parser.add_argument("--max_new_tokens", type=int, default=48, help="decoded for each (default: %(default)s)")
+    parser.add_argument(
+        "--max_new_tokens", type=at_least_one, default=48, help="decoded for each (default: %(default)s)"
+    )
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float16", "float32", "float64"],
         help="of the target (default: as it was saved)",
     )
-    parser.add_argument("--device", help="of target and decoding (default: cuda if there is one)")
+    parser.add_argument(
+        "--device", type=available_device, help="of target and decoding (default: cuda if there is one)"
+    )
     arguments = parser.parse_args(argv)
     verdicts = verify_drafter(
         arguments.drafter,

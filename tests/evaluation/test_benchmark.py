@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import gzip
+import inspect
 import json
 import sys
 
@@ -87,7 +88,14 @@ def test_decoding_prompts_gives_what_an_oracle_dictates(tokenizer):
         )
     oracle = make_oracle(target, block_size=4).plan(sequences, lambda: 2)
     report = measure_acceptance(
-        target, oracle, rows, tokenizer, max_new_tokens=10, eos_token_id=10_000, progress=False
+        target,
+        oracle,
+        rows,
+        tokenizer,
+        max_new_tokens=10,
+        eos_token_id=10_000,
+        enable_thinking=True,
+        progress=False,
     )
     assert [r.acceptance_lengths for r in report.results] == [[3, 3, 3], [3, 3, 3]]
     assert [r.first_difference for r in report.results] == [-1, -1]
@@ -100,8 +108,9 @@ def test_decoding_prompts_gives_what_an_oracle_dictates(tokenizer):
 def test_turns_are_asked_one_after_the_other_with_the_targets_own_answers(tokenizer):
     target = make_target("qwen3", torch.float64)
     drafter = make_drafter(target)
+    prompts = [{"id": "talk", "turns": ["w9", "w10 w11"]}]
     report = measure_acceptance(
-        target, drafter, [{"id": "talk", "turns": ["w9", "w10 w11"]}], tokenizer, max_new_tokens=6, progress=False
+        target, drafter, prompts, tokenizer, max_new_tokens=6, enable_thinking=True, progress=False
     )
     assert [r.id for r in report.results] == ["talk", "talk/turn2"]
     first = encode_prompt(tokenizer, [{"role": "user", "content": "w9"}], True)
@@ -116,6 +125,47 @@ def test_thinking_is_passed_to_the_template(tokenizer):
     with_thinking = encode_prompt(tokenizer, messages, True)[0].tolist()
     without = encode_prompt(tokenizer, messages, False)[0].tolist()
     assert with_thinking == [*without, tokenizer.convert_tokens_to_ids("think")]
+
+
+def test_without_a_word_about_thinking_the_template_decides_as_it_does_when_completions_are_written(tokenizer):
+    messages = [{"role": "user", "content": "w9"}]
+    thinks = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    thinks.chat_template = "{{ messages[0].content }} {{ 'w10' if enable_thinking is not defined else 'w11' }}"
+    assert encode_prompt(thinks, messages)[0].tolist() == [9, 10]
+    assert encode_prompt(thinks, messages, True)[0].tolist() == [9, 11]
+
+
+def test_a_conversation_is_not_cut_down_to_its_last_message_where_there_is_no_template(tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    assert encode_prompt(bare, [{"role": "user", "content": "w9"}])[0].tolist() == [9]
+    with pytest.raises(ValueError, match="no chat template, which a conversation of 2 messages needs"):
+        encode_prompt(bare, [{"role": "system", "content": "w8"}, {"role": "user", "content": "w9"}])
+
+
+def measured_settings(target, tokenizer, **options):
+    options = {"max_new_tokens": 3, "progress": False, "compare_with_plain": False, **options}
+    return measure_acceptance(target, make_drafter(target), [{"prompt": "w9"}], tokenizer, **options).settings
+
+
+@pytest.mark.compat
+def test_settings_name_what_decides_the_tokens_wherever_it_comes_from(tokenizer):
+    target = make_target("qwen3")
+    assert not measured_settings(target, tokenizer).keys() & {"temperature", "top_k", "top_p", "repetition_penalty"}
+    target.generation_config.temperature, target.generation_config.repetition_penalty = 0.7, 1.3
+    greedy = measured_settings(target, tokenizer)
+    assert greedy["repetition_penalty"] == 1.3 and "temperature" not in greedy
+    drawn = measured_settings(target, tokenizer, do_sample=True, top_p=0.9)
+    # 50 is the one of `generate` itself.
+    assert [drawn[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")] == [0.7, 0.9, 50, 1.3]
+
+
+def test_a_prompt_that_does_not_fit_the_targets_context_is_named(tokenizer, caplog):
+    target = make_target("qwen3")
+    target.config.max_position_embeddings = 8
+    measured_settings(target, tokenizer, max_new_tokens=4)
+    assert not caplog.records
+    measured_settings(target, tokenizer, max_new_tokens=5)
+    assert "Prompt 0 and its reply may take 4 + 5 tokens, but the target was made for 8" in caplog.text
 
 
 def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys, monkeypatch):
@@ -165,10 +215,39 @@ def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, 
     assert f"--drafter {target} is no drafter" in capsys.readouterr().err
 
 
-def test_sampling_options_of_a_greedy_run_are_refused(capsys):
-    arguments = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p.jsonl", "--temperature", "0.5"]
-    assert hf_dflash(arguments) == 2
-    assert "add --do-sample" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--temperature 0.5", "--temperature changes nothing when decoding is greedy: add --do-sample"),
+        ("--sample-drafts", "--sample_drafts changes nothing when decoding is greedy: add --do-sample"),
+        ("--do-sample --temperature 0", "leave out --do-sample"),
+        ("--do-sample --top-p 2", "top_p must be in (0, 1], but is 2.0"),
+        ("--do-sample --top-p 0", "top_p must be in (0, 1], but is 0.0"),
+        ("--output {file}", "is a file: give a folder"),
+        ("", "--prompts gsm9k is neither a file here nor one of the sets gsm8k"),
+    ],
+)
+def test_options_that_would_do_nothing_or_fail_late_are_refused_before_anything_loads(
+    tmp_path, capsys, options, message
+):
+    (tmp_path / "file").touch()
+    options = options.format(file=tmp_path / "file").split()
+    assert hf_dflash(["evaluate", "--target", "t", "--drafter", "d", "--prompts", "gsm9k", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--tree-budget"])
+def test_none_of_what_is_counted_is_refused_by_the_name_of_the_option(capsys, option):
+    with pytest.raises(SystemExit):
+        hf_dflash(["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p.jsonl", option, "0"])
+    assert f"argument {option}: must be at least 1, but is 0" in capsys.readouterr().err
+
+
+def test_the_command_and_the_function_write_as_many_tokens(capsys):
+    default = inspect.signature(measure_acceptance).parameters["max_new_tokens"].default
+    with pytest.raises(SystemExit):
+        hf_dflash(["evaluate", "--help"])
+    assert f"of each turn (default: {default})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -180,6 +259,10 @@ def test_sampling_options_of_a_greedy_run_are_refused(capsys):
         ('{"text": "a"}\n', r"line 1: a prompt has .* this row has \['text'\]"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: `messages` must end with a user turn"),
         ('{"turns": ["a", ""]}\n', "line 1: a user turn is a non-empty string"),
+        ('{"turns": "Hello"}\n', "line 1: a user turn is a non-empty string, and `turns` a list of them"),
+        ('{"messages": "Hello"}\n', "line 1: `messages` is a list of objects"),
+        ('{"messages": ["a"]}\n', "line 1: `messages` is a list of objects"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1: a user turn is a non-empty string"),
     ],
 )
 def test_bad_prompt_files_are_named_with_their_line(tmp_path, text, message):
