@@ -1,10 +1,24 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""Tables and curves of what benchmarks/quality.py has measured, for docs/ablations.md, and the card in docs/example_card."""
+"""Tables of what benchmarks/quality.py has measured, for docs/ablations.md, and the card in docs/example_card."""
 
 import json
 import statistics
 from pathlib import Path
+
+from quality_plots import plot_curves_over_tokens, plot_equal_time, plot_settings
+from quality_runs import (
+    COLUMNS,
+    drafter_of,
+    group_runs,
+    is_peer,
+    last_values,
+    mean_of_seeds,
+    read_runs,
+    read_speeds,
+    tokens_a_step,
+    tokens_per_second,
+)
 
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
 from hf_dflash.hub.model_card import CURVES_FILE, AcceptanceFigure, create_drafter_card, read_training_record
@@ -12,43 +26,10 @@ from hf_dflash.training.curves import plot_curves
 
 
 BEGIN, END = "<!-- results: written by `quality.py --report` -->", "<!-- end of results -->"
-# Columns: their heading, and the key of a curve's point.
-COLUMNS = {
-    "held-out": "acceptance_length",
-    "MT-Bench": "mtbench_acceptance_length",
-    "GSM8K": "gsm8k_acceptance_length",
-    "HumanEval": "humaneval_acceptance_length",
-    "held-out, T = 1": "heldout_t1_acceptance_length",
-    "MT-Bench, T = 1": "mtbench_t1_acceptance_length",
-    "GSM8K, T = 1": "gsm8k_t1_acceptance_length",
-    "HumanEval, T = 1": "humaneval_t1_acceptance_length",
-}
-
-
-def read_runs(folder: Path) -> list[dict]:
-    """The finished runs in a folder; others are left out, for their curves end before the schedule does."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-seed*.json"))]
-    return [run for run in runs if run["finished"]]
-
-
-def group_runs(runs: list[dict]) -> dict[tuple[float, str], list[dict]]:
-    """Runs that differ in the seed only, by tokens and setting; the best held-out figure first within the same tokens."""
-    groups: dict[tuple[float, str], list[dict]] = {}
-    for run in runs:
-        groups.setdefault((run["tokens"], run["setting"]), []).append(run)
-    return dict(sorted(groups.items(), key=lambda item: (item[0][0], -_mean(item[1], "acceptance_length"))))
-
-
-def _values(runs: list[dict], key: str) -> list[float]:
-    return [run["curve"][-1][key] for run in runs if key in run["curve"][-1]]
-
-
-def _mean(runs: list[dict], key: str) -> float:
-    return statistics.fmean(_values(runs, key))
 
 
 def _cell(runs: list[dict], key: str) -> str:
-    values = _values(runs, key)
+    values = last_values(runs, key)
     if not values:
         return "-"
     spread = f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
@@ -103,33 +84,22 @@ def compare_with_peers(runs: list[dict]) -> str:
     lines = []
     groups = group_runs(runs)
     for (tokens, setting), theirs in groups.items():
-        if "peer" not in theirs[0]["options"]:
+        if not is_peer(theirs[0]):
             continue
-        shape = _drafter(theirs[0]), _tokens_a_step(theirs[0])
+        shape = drafter_of(theirs[0]), tokens_a_step(theirs[0])
         ours = {
             name: some
             for (t, name), some in groups.items()
-            if t == tokens
-            and "peer" not in some[0]["options"]
-            and (_drafter(some[0]), _tokens_a_step(some[0])) == shape
+            if t == tokens and not is_peer(some[0]) and (drafter_of(some[0]), tokens_a_step(some[0])) == shape
         }
         if not ours:
             continue
-        name, best = max(ours.items(), key=lambda item: _mean(item[1], "acceptance_length"))
-        above = _mean(best, "acceptance_length") / _mean(theirs, "acceptance_length") - 1
+        name, best = max(ours.items(), key=lambda item: mean_of_seeds(item[1], "acceptance_length"))
+        above = mean_of_seeds(best, "acceptance_length") / mean_of_seeds(theirs, "acceptance_length") - 1
         lines.append(
             f"- `{name}` is {above:+.1%} against `{setting}` (held-out, {tokens / 1e6:g}M tokens on both sides)."
         )
     return "\n".join(lines)
-
-
-def _drafter(run: dict) -> tuple:
-    options = run["options"]
-    return options["num_hidden_layers"], options["block_size"], tuple(run["target_layer_ids"])
-
-
-def _tokens_a_step(run: dict) -> int:
-    return run["options"]["token_budget"]
 
 
 def compare_at_equal_time(runs: list[dict], speeds: list[dict]) -> str:
@@ -140,10 +110,12 @@ def compare_at_equal_time(runs: list[dict], speeds: list[dict]) -> str:
     lines = []
     groups = group_runs(runs)
     for (tokens, setting), theirs in groups.items():
-        if "peer" not in theirs[0]["options"]:
+        if not is_peer(theirs[0]):
             continue
         for compiled in sorted({speed["compile_layers"] for speed in speeds}):
-            rates = {speed["setting"]: _rate(speed) for speed in speeds if speed["compile_layers"] == compiled}
+            rates = {
+                speed["setting"]: tokens_per_second(speed) for speed in speeds if speed["compile_layers"] == compiled
+            }
             if setting not in rates:
                 continue
             seconds = tokens / rates[setting]
@@ -152,55 +124,19 @@ def compare_at_equal_time(runs: list[dict], speeds: list[dict]) -> str:
                 (t, name): some
                 for (t, name), some in groups.items()
                 if name in rates
-                and "peer" not in some[0]["options"]
-                and _drafter(some[0]) == _drafter(theirs[0])
+                and not is_peer(some[0])
+                and drafter_of(some[0]) == drafter_of(theirs[0])
                 and t / rates[name] <= 1.01 * seconds
             }
             if not ours:
                 continue
-            (t, name), best = max(ours.items(), key=lambda item: _mean(item[1], "acceptance_length"))
-            above = _mean(best, "acceptance_length") / _mean(theirs, "acceptance_length") - 1
+            (t, name), best = max(ours.items(), key=lambda item: mean_of_seeds(item[1], "acceptance_length"))
+            above = mean_of_seeds(best, "acceptance_length") / mean_of_seeds(theirs, "acceptance_length") - 1
             lines.append(
                 f"- In the {seconds:.0f} s that `{setting}` takes for {tokens / 1e6:g}M tokens, compiled layers {compiled}, `{name}` "
                 f"takes {t / 1e6:g}M ({t / rates[name]:.0f} s) and is {above:+.1%} (held-out)."
             )
     return "\n".join(lines)
-
-
-def _rate(speed: dict) -> float:
-    return speed["context_tokens_per_second"]
-
-
-def plot(runs: list[dict], path: Path) -> None:
-    """Curves over context tokens, a panel a domain; a line is the mean over seeds."""
-    from matplotlib.figure import Figure
-
-    shown = {name: key for name, key in COLUMNS.items() if "T = 1" not in name}
-    shown = {name: key for name, key in shown.items() if any(key in point for run in runs for point in run["curve"])}
-    figure = Figure(figsize=(4.6 * max(1, len(shown)), 5), layout="constrained")
-    panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
-    for panel, (name, key) in zip(panels, shown.items(), strict=False):
-        for (tokens, setting), some in group_runs(runs).items():
-            points: dict[int, list[float]] = {}
-            for run in some:
-                for point in run["curve"]:
-                    if key in point:
-                        points.setdefault(point["tokens"], []).append(point[key])
-            x = sorted(points)
-            style = "--" if "peer" in some[0]["options"] else "-"
-            y = [statistics.fmean(points[t]) for t in x]
-            panel.plot([t / 1e6 for t in x], y, style, marker="o", markersize=3, label=f"{setting}, {tokens / 1e6:g}M")
-        panel.set(title=name, xlabel="context tokens, millions", ylabel="acceptance length, walked")
-        panel.grid(alpha=0.3)
-    panels[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=110)
-
-
-def read_speeds(folder: Path) -> list[dict]:
-    """What `quality.py --speed` measured, the latest of each setting and way of compiling."""
-    path = folder / "speed.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return list({(r["setting"], r["attention"], r["compile_layers"]): r for r in results}.values())
 
 
 def make_speed_table(speeds: list[dict]) -> str:
@@ -210,9 +146,9 @@ def make_speed_table(speeds: list[dict]) -> str:
     lines = ["Alone on the device, target's forward pass included, compilation left out:", ""]
     lines += ["| setting | attention | compiled layers | context tokens / s | steps / s |"]
     lines += ["|---" * 5 + "|"]
-    for r in sorted(speeds, key=lambda r: (r["compile_layers"], -_rate(r))):
+    for r in sorted(speeds, key=lambda r: (r["compile_layers"], -tokens_per_second(r))):
         lines.append(
-            f"| `{r['setting']}` | {r['attention']} | {r['compile_layers']} | {_rate(r):,} | {r['steps_per_second']:.1f} |"
+            f"| `{r['setting']}` | {r['attention']} | {r['compile_layers']} | {tokens_per_second(r):,} | {r['steps_per_second']:.1f} |"
         )
     return "\n".join(lines)
 
@@ -265,7 +201,7 @@ def _card_folder(results: Path, run: dict) -> Path:
 
 def write_report(results: Path, document: Path) -> None:
     """
-    Puts tables between the two marks of a Markdown document, and a picture beside the results.
+    Puts tables between the two marks of a Markdown document, and pictures beside the results.
 
     Raises:
         `ValueError`: if nothing is finished, or the document has no marks.
@@ -287,5 +223,7 @@ def write_report(results: Path, document: Path) -> None:
     document.write_text(
         before + BEGIN + "\n\n" + "\n\n".join(part for part in parts if part) + "\n\n" + END + after, encoding="utf-8"
     )
-    plot(runs, results / "curves.png")
-    print(f"{len(runs)} runs: {document}, {results / 'curves.png'}")
+    plot_curves_over_tokens(runs, results / "curves.png")
+    plot_settings(runs, results / "settings.png")
+    plot_equal_time(runs, speeds, results / "equal_time.png")
+    print(f"{len(runs)} runs: {document}, pictures in {results}")

@@ -211,11 +211,26 @@ def test_the_report_has_means_spreads_and_the_lead_over_speculators_at_equal_sam
     )
     assert "| `base` | auto | off | 3,000 | 1.0 |" in text and text.count("| auto | off |") == 3
     assert "cut_off" not in text and text.index("other_shape") < text.index("`base` | 6M |")
-    assert (tmp_path / "curves.png").stat().st_size > 0
+    for picture in ("curves.png", "settings.png", "equal_time.png"):
+        assert (tmp_path / picture).stat().st_size > 0
 
     document.write_text("no marks")
     with pytest.raises(ValueError, match="has no lines"):
         quality.main(["--report", str(document), "--results", str(tmp_path)])
+
+
+def test_curves_show_speculators_the_best_of_ours_beside_each_and_longer_runs(quality, tmp_path):
+    from quality_runs import beside_peers, read_runs
+
+    write_run(tmp_path, "speculators", 0, [1.75], peer={})
+    write_run(tmp_path, "speculators_8k", 0, [1.8], peer={}, token_budget=8192)
+    for setting, length, budget in (("best", 2.2, 16384), ("second", 2.1, 16384), ("best_8k", 2.5, 8192)):
+        write_run(tmp_path, setting, 0, [length], token_budget=budget)
+    write_run(tmp_path, "other_shape", 0, [9.0], num_hidden_layers=5)
+    write_run(tmp_path, "second", 0, [9.0], tokens=9e6)
+    write_run(tmp_path, "recipe", 0, [9.0], tokens=12e6, num_hidden_layers=5)
+    shown = [setting for _, setting in beside_peers(read_runs(tmp_path))]
+    assert shown == ["best_8k", "best", "speculators_8k", "speculators", "recipe"]
 
 
 def test_the_recipe_holds_out_what_the_benchmark_holds_out(quality, tmp_path):
