@@ -133,7 +133,8 @@ def select_anchors(
     supervised.index_add_(0, bins, loss_mask.bool().long())
     wanted = torch.full((count,), num_anchors, dtype=torch.long, device=device)
     if anchor_ratio is not None:
-        wanted = torch.minimum(wanted, (supervised.double() * anchor_ratio).ceil().long())
+        # Before it is an integer: a large ratio would overflow to a negative number.
+        wanted = (supervised.double() * anchor_ratio).ceil().clamp(max=num_anchors).long()
 
     hashes = anchor_hash(seed, epoch, document_keys.long(), positions - starts[bins])
     hashes = torch.where(eligible, hashes, torch.iinfo(torch.int64).max)

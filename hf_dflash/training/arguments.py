@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """The options of a training run."""
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 
@@ -27,6 +28,8 @@ _WITHOUT_EFFECT = {
     "label_smoothing_factor": "`--loss_type kl` learns more than one token of each slot",
     "include_num_input_tokens_seen": "`context_tokens` of the log counts them",
     "neftune_noise_alpha": "the embedding is the frozen target's",
+    "bf16_full_eval": "evaluation computes as training does: with `--bf16`, in bf16",
+    "fp16_full_eval": "evaluation computes as training does: with `--fp16`, in fp16",
 }
 
 
@@ -355,6 +358,11 @@ class DFlashTrainingArguments(TrainingArguments):
         # Not `< 0`: NaN is neither, and would draw no anchor and report a loss of 0.
         if not self.anchor_ratio >= 0:
             raise ValueError(f"`--anchor_ratio` is {self.anchor_ratio}: it must be positive, or 0 for no limit.")
+        # Of 0 epochs only the drafter is saved; below, `Trainer` counts backwards.
+        if self.max_steps <= 0 and not 0 <= self.num_train_epochs < math.inf:
+            raise ValueError(f"`--num_train_epochs` is {self.num_train_epochs}: how often the data is read.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"`--weight_decay` is {self.weight_decay}: it must not be negative.")
         if self.acceptance_steps < 0:
             raise ValueError(f"`--acceptance_steps` is {self.acceptance_steps}: a number of steps, or 0 for never.")
         if self.checkpoint_uri is not None and not is_object_uri(self.checkpoint_uri):

@@ -3,14 +3,15 @@
 """Which checkpoints are whole, which is the last one, and which may go.
 
 `dflash_checkpoint.json` is written into a checkpoint after everything else has reached the disk. It lists the files, and
-holds the contract (resume_contract.py) under which the run may go on. A folder without it, or with a file missing or
-shorter than listed, was being written when its machine died.
+holds the contract (resume_contract.py) under which the run may go on. A folder without it, with an empty one, or with a file
+missing or shorter than listed, was being written or copied when its machine died.
 """
 
 import json
 import os
 import re
 import shutil
+import uuid
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def mark_whole(folder: str | os.PathLike, contract: dict) -> None:
                 os.fsync(file.fileno())
             name = path.relative_to(folder).as_posix()
             sizes[name] = None if name == TRAINER_STATE else path.stat().st_size
-    write_json(folder / CHECKPOINT_FILE, {"contract": contract, "files": sizes})
+    # The same step may be saved twice, by a run that went on from before it: copies tell both saves apart by their number.
+    write_json(folder / CHECKPOINT_FILE, {"contract": contract, "files": sizes, "save": uuid.uuid4().hex})
 
 
 def is_whole(folder: str | os.PathLike) -> bool:
@@ -48,7 +50,7 @@ def is_whole(folder: str | os.PathLike) -> bool:
     folder = Path(folder)
     try:
         files = json.loads((folder / CHECKPOINT_FILE).read_text(encoding="utf-8"))["files"]
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
     return all(
         (folder / name).is_file() and size in (None, (folder / name).stat().st_size) for name, size in files.items()
@@ -71,6 +73,11 @@ def check_whole(folder: str | os.PathLike) -> None:
         )
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint of some step."""
+    return _NAME.fullmatch(name) is not None
+
+
 def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     """All folders `checkpoint-<step>`, whole or not, by step."""
     if not os.path.isdir(output_dir):
@@ -84,22 +91,27 @@ def find_last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     return next((str(path) for path in reversed(list_checkpoints(output_dir)) if is_whole(path)), None)
 
 
-def rotate_checkpoints(output_dir: str | os.PathLike, limit: int | None, best: str | None) -> None:
+def rotate_checkpoints(saved: str | os.PathLike, limit: int | None, best: str | None) -> None:
     """Deletes what is not needed: the oldest whole checkpoints beyond `limit`, and half ones of earlier runs.
 
     Args:
-        output_dir (`str` or `os.PathLike`): where the checkpoints are.
-        limit (`int`, *optional*): how many to keep; all by default. The newest and the best always stay.
+        saved (`str` or `os.PathLike`): the checkpoint that was just saved, among the others. Those of later steps are of a run
+            that went back behind them: they go first.
+        limit (`int`, *optional*): how many to keep; all by default. The one just saved and the best always stay.
         best (`str`, *optional*): the best checkpoint.
     """
     if limit is None or limit <= 0:
         return
-    checkpoints = list_checkpoints(output_dir)
+    saved = Path(saved)
+    checkpoints = list_checkpoints(saved.parent)
+    # Sorted by step; the one just saved is the newest.
+    now = checkpoints.index(saved) + 1
+    checkpoints = checkpoints[now:] + checkpoints[:now]
     whole = [path for path in checkpoints if is_whole(path)]
     for path in checkpoints:
         if path not in whole:
             shutil.rmtree(path, ignore_errors=True)
-    protected = set(whole[-1:])
+    protected = {saved}
     if best is not None:
         protected |= {path for path in whole if path.name == Path(best).name}
     surplus = len(whole) - max(limit, len(protected))

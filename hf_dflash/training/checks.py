@@ -55,10 +55,10 @@ def check_supervision(dataset, name: str) -> None:
 
 
 def check_can_train(model: nn.Module, args) -> None:
-    """Refuses weights that would lose small updates, and attention that cannot run backward.
+    """Refuses weights that would lose small updates, and what a CPU cannot compute.
 
     Raises:
-        `ValueError`: saying how to load the drafter, or which backend to take.
+        `ValueError`: saying how to load the drafter, or which option to take.
     """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if dtypes & {torch.bfloat16, torch.float16}:
@@ -68,6 +68,9 @@ def check_can_train(model: nn.Module, args) -> None:
         )
     if args.attention_backend == "flex" and args.device.type == "cpu":
         raise ValueError("`--attention_backend flex` has no backward pass on a CPU: use `dense` or `auto`.")
+    if args.fp16 and args.device.type == "cpu":
+        # Accelerate leaves autocast out there, and says nothing.
+        raise ValueError("`--fp16` takes a GPU: use `--bf16`, or neither.")
 
 
 def check_fit(config, target: FrozenTarget) -> None:

@@ -14,6 +14,10 @@ from .block_batch import BlockBatch, PackedDocuments, lay_out_blocks
 from .metric_sums import ratio, reduce_sums
 
 
+# Of an evaluation, beside `accuracy_slot_1` and so on.
+METRICS = ("loss", "acceptance_length", "anchor_acceptance_length", "accuracy", "target_agreement")
+
+
 class HeldOutEvaluation:
     """The part of [`DFlashTrainer`] that evaluates. Every position of every reply is an anchor."""
 
@@ -29,13 +33,14 @@ class HeldOutEvaluation:
         # One rank's data may be slower than the time limit of device collectives.
         self._host_group.wait()
         sums = reduce_sums(self._eval_sums, self.accelerator)
-        metrics = {
-            "loss": ratio(sums["loss"], sums["weight"]),
-            "acceptance_length": ratio(sums["walk_tokens"], sums["walk_blocks"]),
-            "anchor_acceptance_length": 1 + ratio(sums["accepted"], sums["blocks"]),
-            "accuracy": ratio(sums["correct"].sum(), sums["supervised"].sum()),
-            "target_agreement": ratio(sums["agreeing"], sums["replied"]),
-        }
+        values = (
+            ratio(sums["loss"], sums["weight"]),
+            ratio(sums["walk_tokens"], sums["walk_blocks"]),
+            1 + ratio(sums["accepted"], sums["blocks"]),
+            ratio(sums["correct"].sum(), sums["supervised"].sum()),
+            ratio(sums["agreeing"], sums["replied"]),
+        )
+        metrics = dict(zip(METRICS, values, strict=True))
         for slot, (correct, supervised) in enumerate(zip(sums["correct"], sums["supervised"], strict=True), start=1):
             metrics[f"accuracy_slot_{slot}"] = ratio(correct, supervised)
         if self._stop_callback.is_stopping:

@@ -56,31 +56,42 @@ def describe_run(drafter, drafter_config, target, dataset, args) -> dict:
 
 def read_contract(checkpoint: str | os.PathLike) -> dict:
     """The contract of the run that saved a checkpoint, which may be on S3 still."""
+    return _read(checkpoint)["contract"]
+
+
+def _read(checkpoint: str | os.PathLike) -> dict:
     if is_object_uri(checkpoint):
         content = ObjectStore().read(f"{checkpoint}/{CHECKPOINT_FILE}")
     else:
         content = (Path(checkpoint) / CHECKPOINT_FILE).read_bytes()
-    return json.loads(content)["contract"]
+    return json.loads(content)
 
 
 def check_contract(checkpoint: str | os.PathLike, contract: dict) -> None:
-    """Refuses to go on under another contract.
+    """Refuses to go on under another contract, or from weights alone.
 
     Raises:
         `ValueError`: naming each difference with both values.
     """
+    content = _read(checkpoint)
     # A checkpoint of an earlier release may say less.
-    stored = read_contract(checkpoint)
+    stored = content["contract"]
     differences = [
         f"{name} is {contract.get(name)}, the checkpoint has {stored.get(name)}"
         for name in stored
         if stored[name] != contract.get(name)
     ]
+    weights = "A_COPY_OF_IT" if is_object_uri(checkpoint) else checkpoint
+    new_run = f"start a new run from these weights with `--drafter {weights}` and another `--output_dir`."
     if differences:
-        weights = "A_COPY_OF_IT" if is_object_uri(checkpoint) else checkpoint
         raise ValueError(
-            f"{checkpoint} belongs to another run: {'; '.join(differences)}. Put the old value back, or start a new run from "
-            f"these weights with `--drafter {weights}` and another `--output_dir`."
+            f"{checkpoint} belongs to another run: {'; '.join(differences)}. Put the old value back, or {new_run}"
+        )
+    # Saved with all states there are, and by every backend.
+    if not any(name.startswith("rng_state") for name in content["files"]):
+        raise ValueError(
+            f"{checkpoint} holds weights alone (`--save_only_model true`), from which optimizer and schedule would begin anew: "
+            f"{new_run}"
         )
 
 

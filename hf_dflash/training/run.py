@@ -13,6 +13,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -29,9 +30,10 @@ from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..object_store import is_object_uri
 from ..target.frozen_target import FrozenTarget
 from .adapters import make_lora_config
-from .arguments import DFlashTrainingArguments
+from .arguments import BEST_METRIC, DFlashTrainingArguments
 from .checkpoint import check_whole, find_last_checkpoint
 from .checks import check_can_train
+from .evaluation import METRICS
 from .host_group import HostGroup
 from .plan import check_launch, describe_plan, place_targets_of_this_process
 from .s3_checkpoints import locate_checkpoint
@@ -377,12 +379,17 @@ def _load_drafter(job: JobArguments) -> DFlashForSpeculation:
 
 
 def check_held_out(job: JobArguments, args: DFlashTrainingArguments) -> None:
-    """Refuses options that need held-out completions where there are none.
+    """Refuses options that need held-out completions where there are none, and a metric that no evaluation has.
 
     Raises:
         `ValueError`: naming the option.
     """
     if job.eval_completions:
+        metric = (args.metric_for_best_model or BEST_METRIC).removeprefix("eval_")
+        if metric not in METRICS and not re.fullmatch(r"accuracy_slot_\d+", metric):
+            raise ValueError(
+                f"`--metric_for_best_model {args.metric_for_best_model}`: choose one of {', '.join(METRICS)}, accuracy_slot_K."
+            )
         return
     if args.eval_strategy != "no":
         raise ValueError(

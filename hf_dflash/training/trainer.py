@@ -496,7 +496,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self._host_group.wait()
         if self.args.should_save:
             mark_whole(folder, self._contract)
-            rotate_checkpoints(os.path.dirname(folder), limit, self.state.best_model_checkpoint)
+            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
         self._saved_step = self.state.global_step
         self.publish_checkpoint(folder)
 

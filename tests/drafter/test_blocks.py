@@ -231,3 +231,10 @@ def test_nothing_to_draw_gives_one_invalid_anchor():
     for loss_mask, ids in ((torch.zeros(4), None), (torch.ones(3), torch.full((3,), -1)), (torch.zeros(0), None)):
         anchors, valid = select_anchors(loss_mask, 4, 4, document_ids=ids)
         assert anchors.tolist() == [0] and valid.tolist() == [False]
+
+
+@pytest.mark.parametrize("ratio", [1e300, float("inf")])
+def test_a_ratio_without_measure_is_no_limit(ratio):
+    loss_mask, document_ids = torch.tensor([0, 1, 1, 1, 1, 0, 0]), torch.tensor([0, 0, 0, 0, 0, 1, 1])
+    anchors, valid = select_anchors(loss_mask, 512, 4, document_ids=document_ids, anchor_ratio=ratio)
+    assert anchors.tolist() == [1, 2, 3] and valid.all()

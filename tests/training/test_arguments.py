@@ -84,6 +84,10 @@ def test_every_option_of_ours_can_be_given_on_the_command_line_and_is_documented
         ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
         ({"include_num_input_tokens_seen": "all"}, "context_tokens"),
         ({"neftune_noise_alpha": 5.0}, "--neftune_noise_alpha"),
+        ({"bf16_full_eval": True}, "--bf16_full_eval True.*--bf16"),
+        ({"num_train_epochs": -1.0}, "--num_train_epochs"),
+        ({"num_train_epochs": float("inf")}, "--num_train_epochs"),
+        ({"weight_decay": float("nan")}, "--weight_decay"),
     ],
 )
 def test_unusable_options_are_refused_by_their_flag(options, message, tmp_path):

@@ -278,6 +278,13 @@ def test_steps_between_logs_evaluations_and_saves_that_change_half_way_hold_from
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (5, 6, 9, 12)}
 
 
+def test_a_run_does_not_go_on_from_weights_without_the_state_of_their_optimizer(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "save_only_model": True}
+    trainer_of(tmp_path, **options).train()
+    with pytest.raises(ValueError, match="checkpoint-4 holds weights alone .*--save_only_model.*--drafter"):
+        trainer_of(tmp_path, **{**options, "max_steps": 6}).train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_of_an_earlier_release_may_say_less(output_dir):
     path = output_dir / "checkpoint-4" / CHECKPOINT_FILE
     content = json.loads(path.read_text())
@@ -305,6 +312,14 @@ def test_rotation_keeps_the_newest_and_clears_away_half_ones(tmp_path):
     trainer.train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
     assert trainer.args.save_total_limit == 2
+
+
+def test_rotation_behind_an_earlier_checkpoint_keeps_what_the_run_saves_itself(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "eval_strategy": "no"}
+    trainer_of(tmp_path, **options, max_steps=8).train()
+    again = trainer_of(tmp_path, **{**options, "save_steps": 1, "max_steps": 7}, learning_rate=1e-3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-7"]
 
 
 def test_the_older_checkpoint_goes_only_when_the_newer_one_is_whole(tmp_path, monkeypatch):

@@ -45,6 +45,11 @@ def arguments(tmp_path):
         ("--eval_completions nowhere.jsonl", "nowhere.jsonl"),
         ("--eval_strategy epoch", "--eval_strategy epoch.*--eval_completions"),
         ("--acceptance_steps 1", "--acceptance_steps.*--eval_completions"),
+        (
+            "--metric_for_best_model acceptance --eval_completions nowhere.jsonl",
+            "--metric_for_best_model acceptance.*accuracy",
+        ),
+        ("--fp16 true", "--fp16.*--bf16"),
         ("--target_dtype floaty", "--target_dtype floaty"),
         ("--mask_token_id 99999999", "mask_token_id"),
         ("--target_layer_ids 500", "target_layer_ids"),
