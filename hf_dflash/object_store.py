@@ -188,7 +188,8 @@ class ObjectStore:
             folder (`str` or `os.PathLike`):
                 Where to.
             last (`tuple[str, ...]`, *optional*, defaults to `()`):
-                Objects (relative to `uri`) to download when all others are there: their presence says that the rest is.
+                Objects (relative to `uri`) to download when all others are there: their presence says that the rest is. Older
+                ones in `folder` are taken away before anything is replaced.
 
         Returns:
             `int`: the number of objects that were downloaded.
@@ -214,6 +215,10 @@ class ObjectStore:
             self.download_file(f"{prefix}{name}", path)
             return True
 
+        for name in last:
+            path = folder / name
+            if name in names and path.is_file() and not self._is_stored(path, f"{prefix}{name}"):
+                path.unlink(missing_ok=True)
         with ThreadPoolExecutor(self.concurrency) as pool:
             count = sum(pool.map(download, [name for name in names if name not in last]))
         return count + sum(download(name) for name in last if name in names)
@@ -273,7 +278,8 @@ class ObjectStore:
             uri (`str`):
                 `s3://bucket/prefix`.
             last (`tuple[str, ...]`, *optional*, defaults to `()`):
-                Files (relative to `folder`) to upload when all others are there: their presence says that the rest is.
+                Files (relative to `folder`) to upload when all others are there: their presence says that the rest is. Older
+                objects of these names are emptied before anything is replaced; to delete them may not be allowed.
             on_file (`Callable[[str], None]`, *optional*):
                 Called with the name of each file that is done.
 
@@ -297,6 +303,10 @@ class ObjectStore:
                 on_file(name)
             return is_new
 
+        for name in last:
+            there = f"{uri.rstrip('/')}/{name}"
+            if name in names and self.exists(there) and not self._is_stored(folder / name, there):
+                self.write(there, b"")
         with ThreadPoolExecutor(self.concurrency) as pool:
             count = sum(pool.map(upload, [name for name in names if name not in last]))
         return count + sum(upload(name) for name in last if name in names)

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..atomic_files import replacing
 from ..monitor.run_log import RUN_LOG
 from ..object_store import ObjectStore
-from .checkpoint import CHECKPOINT_FILE, check_whole, is_whole, link_folder
+from .checkpoint import CHECKPOINT_FILE, check_whole, is_checkpoint_name, is_whole, link_folder
 from .uploads import Uploads
 
 
@@ -60,7 +60,9 @@ class S3Callback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        self._thread = threading.Thread(target=self._upload_all, name="checkpoints to S3", daemon=True)
+        self._thread = threading.Thread(
+            target=self._upload_all, args=(state.global_step == 0,), name="checkpoints to S3", daemon=True
+        )
         self._thread.start()
         for staged in sorted(Path(args.output_dir, _STAGING).glob("*/checkpoint-*")):
             if is_whole(staged):
@@ -94,7 +96,8 @@ class S3Callback(TrainerCallback):
         self.uploads.begin(staged.name, "S3")
         self._waiting.put((staged, is_left_over))
 
-    def _upload_all(self) -> None:
+    def _upload_all(self, is_new: bool) -> None:
+        self._look_ahead(is_new)
         while (waiting := self._waiting.get()) is not None:
             staged, is_left_over = waiting
             error = self._upload(staged, is_left_over)
@@ -105,6 +108,19 @@ class S3Callback(TrainerCallback):
             else:
                 self.failed[staged.name] = error
                 logger.warning(f"{staged.name} could not be copied to {self.uri}; training goes on. {error}")
+
+    def _look_ahead(self, is_new: bool) -> None:
+        """Says at once, not hours later at the first checkpoint, that there is no such bucket, or that it has another run."""
+        try:
+            others = self.store.list_objects(f"{self.uri}/checkpoint-")
+        except Exception as error:  # noqa: BLE001 - neither does this end training
+            logger.warning(f"{self.uri} cannot be read, so checkpoints may not arrive there. {error}")
+            return
+        if is_new and others:
+            logger.warning(
+                f"{self.uri} has checkpoints already, and this run begins anew: it will replace those of the same steps. Give each "
+                "run a `--checkpoint_uri` of its own, or go on from there with `--resume_from_checkpoint`."
+            )
 
     def _upload(self, staged: Path, is_left_over: bool) -> str | None:
         """Uploads one checkpoint; what went wrong in the last attempt, if it failed.
@@ -148,13 +164,16 @@ def locate_checkpoint(uri: str, store: ObjectStore | None = None) -> str:
     """
     store = store if store is not None else ObjectStore()
     uri = uri.rstrip("/")
-    if not uri.rpartition("/")[2].startswith("checkpoint-"):
+    if not is_checkpoint_name(uri.rpartition("/")[2]):
         latest = store.read_latest(uri)
         if latest is None:
             raise FileNotFoundError(f"There is no checkpoint below {uri}: it has no latest.json.")
         uri = latest
-    if not store.exists(f"{uri}/{CHECKPOINT_FILE}"):
-        raise FileNotFoundError(f"There is no whole checkpoint {uri}: it has no {CHECKPOINT_FILE}.")
+    marker = f"{uri}/{CHECKPOINT_FILE}"
+    if not store.exists(marker) or not store.read(marker):
+        raise FileNotFoundError(
+            f"There is no whole checkpoint {uri}: its {CHECKPOINT_FILE} is missing or empty, so its upload did not end."
+        )
     return uri
 
 
@@ -177,7 +196,7 @@ def fetch_checkpoint(uri: str, output_dir: str | os.PathLike, store: ObjectStore
     store = store if store is not None else ObjectStore()
     uri = locate_checkpoint(uri, store)
     folder = os.path.join(output_dir, uri.rpartition("/")[2])
-    store.download_folder(uri, folder)
+    store.download_folder(uri, folder, last=(CHECKPOINT_FILE,))
     check_whole(folder)
     _take_over_run_log(Path(folder), Path(output_dir))
     return folder

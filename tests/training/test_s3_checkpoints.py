@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import json
 import logging
+import re
 import threading
 
 import pytest
@@ -17,6 +18,7 @@ from s3_server import running_s3  # noqa: E402
 from hf_dflash.monitor.history import RunHistory  # noqa: E402
 from hf_dflash.monitor.run_log import RUN_LOG  # noqa: E402
 from hf_dflash.object_store import ObjectStore  # noqa: E402
+from hf_dflash.training.checkpoint import CHECKPOINT_FILE, is_whole  # noqa: E402
 from hf_dflash.training.s3_checkpoints import S3Callback, fetch_checkpoint  # noqa: E402
 
 
@@ -143,6 +145,64 @@ def test_a_checkpoint_of_another_run_is_refused_before_it_touches_the_folder(s3,
     with pytest.raises(ValueError, match="seed is .*A_COPY_OF_IT"):
         trainer.train(resume_from_checkpoint=f"{uri}/checkpoint-9")
     assert {path: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_copy_over_that_of_another_run_is_no_whole_checkpoint_until_it_is_complete(
+    direction, s3, tmp_path, monkeypatch
+):
+    """The same files of the same sizes: half of each would be gone on from without a word."""
+    uri = f"{URI}/replaced_{direction}"
+    options = {**SAVING, "save_steps": 3, "max_steps": 3}
+    make_trainer(tmp_path / "old", checkpoint_uri=uri, **options).train()
+    make_trainer(tmp_path / "new", learning_rate=0.5, **options).train()
+    old, new = (tmp_path / name / "checkpoint-3" for name in ("old", "new"))
+    store, name = ObjectStore(), "upload_file" if direction == "up" else "download_file"
+    transfer, there = getattr(store, name), f"{uri}/checkpoint-3"
+
+    def dies_behind_the_weights(source, destination):
+        if "optimizer" in str(source):
+            raise KeyboardInterrupt
+        return transfer(source, destination)
+
+    if direction == "down":
+        store.upload_folder(new, there, last=(CHECKPOINT_FILE,))
+    monkeypatch.setattr(store, name, dies_behind_the_weights)
+    with pytest.raises(KeyboardInterrupt):
+        if direction == "up":
+            store.upload_folder(new, there, last=(CHECKPOINT_FILE,))
+        else:
+            fetch_checkpoint(there, tmp_path / "old", store)
+    if direction == "up":
+        with pytest.raises(FileNotFoundError, match="no whole checkpoint .*missing or empty"):
+            fetch_checkpoint(there, tmp_path / "third")
+        ObjectStore().upload_folder(new, there, last=(CHECKPOINT_FILE,))
+    else:
+        assert not is_whole(old)
+    folder = fetch_checkpoint(there, tmp_path / "old")
+    for file in ("model.safetensors", "optimizer.pt", CHECKPOINT_FILE):
+        assert (tmp_path / "old" / "checkpoint-3" / file).read_bytes() == (new / file).read_bytes()
+    assert is_whole(folder)
+
+
+def test_a_prefix_may_be_named_like_a_checkpoint(s3, tmp_path):
+    uri = f"{URI}/checkpoint-lr1e-4 (ä)"
+    make_trainer(tmp_path / "here", checkpoint_uri=f"{uri}/", **{**SAVING, "max_steps": 3}).train()
+    assert is_whole(fetch_checkpoint(f"{uri}/", tmp_path / "there"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [("s3://no-such-bucket/run", "cannot be read, .*NoSuchBucket"), (f"{URI}/taken", "has checkpoints already")],
+)
+def test_a_wrong_bucket_and_another_runs_checkpoints_are_told_before_the_first_checkpoint(
+    uri, message, s3, tmp_path, caplog
+):
+    options = {**SAVING, "save_strategy": "no", "max_steps": 1}
+    ObjectStore().write(f"{URI}/taken/checkpoint-7/{CHECKPOINT_FILE}", b"{}")
+    with caplog.at_level(logging.WARNING), heard_by_pytest():
+        make_trainer(tmp_path, callbacks=[S3Callback(uri, attempts=1)], **options).train()
+    assert re.search(message, caplog.text)
 
 
 # ---- The run log ----
