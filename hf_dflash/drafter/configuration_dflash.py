@@ -125,6 +125,17 @@ class DFlashConfig(PretrainedConfig):
             raise ValueError(
                 f"`block_size` is {self.block_size}: a block is an anchor and at least one draft, so 2 or more."
             )
+        for name in (
+            "num_hidden_layers",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least 1.")
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` is {self.head_dim}: a rotary embedding turns pairs, so it must be even.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
@@ -204,6 +215,8 @@ def select_target_layer_ids(num_target_layers: int, num_target_features: int = 5
         raise ValueError(
             f"A target of {num_target_layers} layer(s) has no layer before its last one to take features from."
         )
+    if num_target_features < 1:
+        raise ValueError(f"`num_target_features` is {num_target_features}: a drafter reads one layer at least.")
     first, last = 1, num_target_layers - 3
     count = min(num_target_features, last - first + 1)
     if count <= 1:

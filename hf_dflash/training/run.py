@@ -139,8 +139,6 @@ class JobArguments(TokenizationOptions, JobData):
                 raise ValueError(f"There is no folder {path}: give a Hub id or the folder of a saved model.")
         if self.target_dtype != "auto" and not isinstance(getattr(torch, self.target_dtype, None), torch.dtype):
             raise ValueError(f"`--target_dtype {self.target_dtype}`: give auto, or a dtype of torch such as bfloat16.")
-        if self.num_hidden_layers < 1:
-            raise ValueError(f"`--num_hidden_layers` is {self.num_hidden_layers}: it must be at least 1.")
         if self.lora_rank is not None and self.drafter is None:
             raise ValueError("`--lora_rank` adapts a drafter that is trained already: name it with `--drafter`.")
         if self.init_from_target and self.drafter is not None:

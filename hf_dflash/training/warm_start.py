@@ -50,9 +50,14 @@ def initialize_from_target(drafter: DFlashForSpeculation, target) -> list[str]:
         `list[str]`: names of the drafter's parameters that were copied.
 
     Raises:
-        `ValueError`: if nothing agrees.
+        `ValueError`: if nothing agrees, or the target has fewer layers.
     """
     decoder = target.get_decoder()
+    if len(drafter.layers) > len(decoder.layers):
+        raise ValueError(
+            f"The drafter has {len(drafter.layers)} layers to be started from {type(target).__name__}, which has "
+            f"{len(decoder.layers)}: give it fewer, or do without `init_from_target`."
+        )
     copied = []
     for index, (layer, source) in enumerate(zip(drafter.layers, decoder.layers[-len(drafter.layers) :], strict=True)):
         for name in (*_MATRICES, *_MLP):

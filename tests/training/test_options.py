@@ -329,6 +329,9 @@ def test_a_target_of_other_shapes_is_no_start():
     )
     with pytest.raises(ValueError, match="No matrix of Qwen3ForCausalLM"):
         initialize_from_target(DFlashForSpeculation(config), target)
+    deep = create_drafter_config(target.config, num_hidden_layers=7, mask_token_id=5)
+    with pytest.raises(ValueError, match="has 7 layers .* Qwen3ForCausalLM, which has 6"):
+        initialize_from_target(DFlashForSpeculation(deep), target)
 
 
 # ---- Documentation ----
