@@ -10,12 +10,16 @@ from dataclasses import Field
 class CommandParser(argparse.ArgumentParser):
     """
     Takes `--max_length` for `--max-length` and the other way round: Transformers writes options with underscores, most other
-    tools with hyphens, and nobody should have to know which command follows which.
+    tools with hyphens, and nobody should have to know which command follows which. A mistake is said in a line.
     """
 
     def parse_known_args(self, args=None, namespace=None):
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._as_declared(argument) for argument in given], namespace)
+
+    def error(self, message):
+        # Without the usage, which for some commands fills a screen and pushes the message out of sight.
+        self.exit(2, f"{self.prog}: error: {message}\n(--help shows the options)\n")
 
     def _as_declared(self, argument: str) -> str:
         name, equals, value = argument.partition("=")

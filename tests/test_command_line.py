@@ -60,3 +60,11 @@ def test_a_device_that_is_not_there_and_a_count_of_none_are_refused_by_option(ca
     with pytest.raises(SystemExit):
         parser.parse_args(option)
     assert message in capsys.readouterr().err
+
+
+def test_a_mistake_is_not_pushed_out_of_sight_by_the_usage(parser, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(["--max-length", "long"])
+    lines = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2
+    assert lines[0].endswith("error: argument --max-length: invalid int value: 'long'") and len(lines) == 2

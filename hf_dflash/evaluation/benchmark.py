@@ -270,7 +270,9 @@ def _read_turns(row: dict, where: str) -> tuple[list[dict], list[str]]:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise ValueError(f"{where}: `messages` is a list of objects with `role` and `content`.")
         if not messages or messages[-1].get("role") != "user":
-            raise ValueError(f"{where}: `messages` must end with a user turn, which the target is to answer.")
+            raise ValueError(
+                f"{where}: `messages` must end with a user turn, which the target is to answer: leave out what follows it."
+            )
         before, turns = messages[:-1], [messages[-1].get("content")]
     elif "prompt" in row:
         before, turns = [], [row["prompt"]]
