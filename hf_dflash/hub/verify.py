@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from ..command_line import CommandParser, at_least_one, available_device
-from ..decoding.speculative import embed_slots, speculative_generate
+from ..decoding.borrowed_layers import embed_slots
+from ..decoding.speculative import speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..evaluation.benchmark import find_first_difference

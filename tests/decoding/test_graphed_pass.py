@@ -61,7 +61,7 @@ def test_everything_a_replay_reads_and_writes_has_its_own_place(kind, monkeypatc
         return replay, outputs
 
     monkeypatch.setattr(graphed_pass, "record", record)
-    monkeypatch.setattr("hf_dflash.decoding.speculative._SpeculativeLoop.check_graph_is_possible", lambda *_: None)
+    monkeypatch.setattr("hf_dflash.decoding.speculative_loop.SpeculativeLoop.check_graph_is_possible", lambda *_: None)
     out = speculative_generate(target, oracle, input_ids, cuda_graph=True, **kwargs)
     assert torch.equal(out.sequences, plain)
     assert len(recorded) == 1
