@@ -25,6 +25,7 @@ from ..decoding.attention_kernels import without_cudnn_attention
 from ..decoding.generation_settings import settings_that_decide
 from ..decoding.speculative import speculative_generate
 from ..drafter.configuration_dflash import DFlashConfig
+from ..hub.drafter_files import read_native_drafter
 from ..progress import ProgressBar
 from .acceptance import acceptance_by_slot, repeated_ngram_share
 from .prompt_sets import PROMPT_SETS, load_prompt_set
@@ -562,15 +563,15 @@ def main(argv: list[str] | None = None) -> int:
             f"--drafter {args.drafter} is no drafter in hf_dflash's own layout (its `model_type` is {model_type!r}): give the "
             "folder of a drafter, or `hf-dflash import` another project's first."
         )
+    drafter = read_native_drafter(args.drafter)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template is not None:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     target = transformers.AutoModelForCausalLM.from_pretrained(
         args.target, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     )
-    drafter = transformers.AutoModel.from_pretrained(args.drafter, dtype=target.dtype)
     device = args.device or torch.accelerator.current_accelerator() or "cpu"
-    target, drafter = target.to(device).eval(), drafter.to(device).eval()
+    target, drafter = target.to(device).eval(), drafter.to(device, target.dtype)
 
     report = measure_acceptance(
         target,

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
+from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
 
 
@@ -108,6 +109,27 @@ def check_tensors(tensors: dict[str, torch.Tensor], config) -> None:
     broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise ValueError(f"Not finite (NaN or infinity): {_shorten(broken)}. Take an earlier checkpoint.")
+
+
+def read_native_drafter(name_or_path: str | Path) -> DFlashForSpeculation:
+    """
+    A whole drafter of our own layout, in fp32. `from_pretrained` fills what is missing with random numbers, and such a drafter
+    is measured, or trained on, like any other.
+
+    Args:
+        name_or_path (`str` or `Path`): Hub id or folder.
+
+    Raises:
+        `ValueError`: if its weights are not those of its config, or not finite.
+        `OSError`: if it cannot be read.
+    """
+    folder = open_folder(name_or_path)
+    config, tensors = DFlashConfig.from_dict(read_config(folder)), read_tensors(folder)
+    check_tensors(tensors, config)
+    model = DFlashForSpeculation(config)
+    model.load_state_dict(tensors)
+    model.config._name_or_path = model.name_or_path = str(name_or_path)
+    return model.eval()
 
 
 def _shorten(names: list[str]) -> str:

@@ -17,11 +17,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from ..command_line import CommandParser, at_least_one, available_device
 from ..decoding.borrowed_layers import embed_slots
 from ..decoding.speculative import speculative_generate
-from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..evaluation.benchmark import find_first_difference
 from ..target.hook_capture import HookCapture
-from .drafter_files import check_tensors, open_folder, read_config, read_tensors
+from .drafter_files import open_folder, read_config, read_native_drafter
 from .foreign_layouts import read_foreign_drafter
 from .layouts import check_fits_target, write_serving_form
 from .portability import ENGINES, find_problems
@@ -133,12 +132,7 @@ def _load(source: str | Path, target: str) -> DFlashForSpeculation:
     config_dict = read_config(folder)
     if config_dict.get("model_type") != "dflash":
         return read_foreign_drafter(source, target=target)
-    # Not `from_pretrained`, which fills what is missing with random numbers.
-    config, tensors = DFlashConfig.from_dict(config_dict), read_tensors(folder)
-    check_tensors(tensors, config)
-    model = DFlashForSpeculation(config)
-    model.load_state_dict(tensors)
-    return model
+    return read_native_drafter(folder)
 
 
 def _encode_prompts(target, prompts) -> list[torch.LongTensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..drafter.modeling_dflash import DFlashForSpeculation
+from ..hub.drafter_files import read_native_drafter
 from ..hub.foreign_layouts import read_foreign_drafter
 
 
@@ -25,13 +26,13 @@ def load_drafter(name_or_path: str, target: str | None = None) -> DFlashForSpecu
         target (`str`, *optional*): the target's, for layouts that do not name it.
 
     Raises:
-        `ValueError`: if it is no drafter that can be read.
+        `ValueError`: if it is no drafter that can be read, or not a whole one.
     """
     from transformers import PretrainedConfig
 
     config, _ = PretrainedConfig.get_config_dict(name_or_path)
     if config.get("model_type") == "dflash" and not os.path.isfile(os.path.join(name_or_path, "adapter_config.json")):
-        return DFlashForSpeculation.from_pretrained(name_or_path, dtype=torch.float32)
+        return read_native_drafter(name_or_path)
     return read_foreign_drafter(name_or_path, target=target).float()
 
 
