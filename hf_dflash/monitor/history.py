@@ -65,11 +65,9 @@ class RunHistory:
         self._clear()
 
     def _clear(self) -> None:
-        self.generation += 1
         self.offset = self.size = 0
         self._skips_line = False
-        self.width = 1
-        self.step, self.time = 0, 0.0
+        self.time = 0.0
         self.run: dict = {}
         self.ended: str | None = None
         self.events: deque[dict] = deque(maxlen=_MAX_EVENTS)
@@ -77,6 +75,11 @@ class RunHistory:
         self.alerts: dict[str, dict] = {}
         self.events_version = 0
         self.remaining_time = RemainingTime()
+        self._clear_figures()
+
+    def _clear_figures(self) -> None:
+        self.generation += 1
+        self.width, self.step = 1, 0
         self._columns: dict[str, int] = {}
         self._sums = np.zeros((self.num_buckets, 0))
         self._counts = np.zeros((self.num_buckets, 0), dtype=np.int64)
@@ -211,7 +214,8 @@ class RunHistory:
             times = np.nan_to_num(values[:, names.index("time")])
             for step, time in zip(steps[-_MAX_MOMENTS:].tolist(), times[-_MAX_MOMENTS:].tolist(), strict=True):
                 self.remaining_time.add(int(step), time)
-            self.time = max(self.time, float(times.max()))
+            # The latest line counts, not the latest time: a clock may be set back, or the run go on where it shows less.
+            self.time = next((time for time in times[::-1].tolist() if time), self.time)
         while self.step // self.width >= self.num_buckets:
             self._halve()
 
@@ -268,8 +272,15 @@ class RunHistory:
         self.generation += 1
 
     def _forget_after(self, step: int) -> None:
-        """Of the bucket that holds the step itself, later steps stay in the mean."""
+        """A figure of which the step's own bucket holds later steps is forgotten there: its mean cannot be told apart from them."""
+        if step == 0:
+            self._clear_figures()
+            return
         first = step // self.width + 1
+        mixed = self._lasts[first - 1] > step
+        self._sums[first - 1, mixed], self._counts[first - 1, mixed] = 0, 0
+        self._lows[first - 1, mixed], self._highs[first - 1, mixed] = np.inf, -np.inf
+        self._lasts[first - 1, mixed], self._latest[first - 1, mixed] = -1, np.nan
         self._sums[first:], self._counts[first:] = 0, 0
         self._lows[first:], self._highs[first:] = np.inf, -np.inf
         self._lasts[first:], self._latest[first:] = -1, np.nan
@@ -281,7 +292,7 @@ class RunHistory:
             return
         event, step, time = row["event"], row["step"], row.get("time")
         if type(time) in (int, float):
-            self.time = max(self.time, float(time))
+            self.time = float(time)
         self.events_version += 1
         if event == "decoded":
             self._add_decoded(row)
@@ -289,6 +300,7 @@ class RunHistory:
         if event == "begin":
             if step < self.step:
                 self._forget_after(step)
+                self.decoded = deque((row for row in self.decoded if 0 < row["step"] <= step), maxlen=_MAX_DECODED)
             self.remaining_time.clear()
             self.alerts.clear()
             self.ended = None

@@ -40,12 +40,15 @@ class RemainingTime:
         """
         Args:
             step (`int`): optimizer steps done.
-            time (`float`): when, in seconds of any clock. Moments that follow too closely, or run backwards, are left out.
+            time (`float`): when, in seconds of any clock. Moments that follow too closely are left out; if the clock was set
+                back, the ones before are forgotten.
         """
         if self._moments:
             last_step, last_time = self._moments[-1]
-            if step <= last_step or time < last_time + _SECONDS_APART:
+            if step <= last_step or last_time <= time < last_time + _SECONDS_APART:
                 return
+            if time < last_time:
+                self.clear()
         self._moments.append((step, time))
 
     def clear(self) -> None:

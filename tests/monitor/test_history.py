@@ -109,6 +109,42 @@ def test_a_run_that_went_on_from_a_checkpoint_replaces_the_steps_behind_it(tmp_p
     assert found["y"] == [1.0] * 20 + [2.0] * 5
 
 
+def test_a_run_that_begins_anew_in_the_folder_of_a_long_one_shows_nothing_of_it(tmp_path):
+    """The buckets of the long one held all steps of the short one, and its loss was in their mean."""
+    short = [BEGIN, *training_rows(1, 80, loss=lambda step: 2.0), {"event": "decoded", "step": 80, "samples": []}]
+    write_rows(tmp_path, short)
+    alone = read(tmp_path, num_buckets=128).snapshot()
+    long = [BEGIN, *training_rows(1, 5000, loss=lambda step: 9.0, grad_norm=float)]
+    write_rows(tmp_path, [*long, {"event": "decoded", "step": 5000, "acceptance_by_slot": [1.0]}, *short])
+    behind = read(tmp_path, num_buckets=128).snapshot()
+    for name in ("step", "width", "latest", "decoded", "remaining"):
+        assert behind[name] == alone[name]
+    assert behind["series"].keys() == {"loss"}
+    for key, values in alone["series"]["loss"].items():
+        assert behind["series"]["loss"][key].tolist() == values.tolist()
+
+
+def test_what_a_bucket_cannot_tell_from_steps_that_are_void_is_a_gap(tmp_path):
+    rows = [BEGIN, *training_rows(1, 1000, loss=lambda step: 1e9 if step > 900 else 1.0)]
+    rows.insert(901, {"step": 900, "eval_loss": 3.0})
+    write_rows(tmp_path, [*rows, {**BEGIN, "step": 900}])
+    history = read(tmp_path, num_buckets=64)
+    assert history.width == 16 and 900 % 16 != 15
+    found = series(history, "loss")
+    assert found["x"][-1] == 895 and max(found["high"]) == 1.0
+    assert series(history, "eval_loss")["x"] == [900]
+    latest = history.snapshot()["latest"]
+    assert (latest["loss"], latest["eval_loss"]) == (1.0, 3.0)
+
+
+def test_the_latest_line_says_when_the_run_was_alive_whatever_the_clock_showed_before(tmp_path):
+    rows = [{**BEGIN, "time": 90000.0}, {"step": 1, "time": 90001.0, "loss": 1.0}]
+    write_rows(tmp_path, [*rows, {"step": 2, "time": 500.0, "loss": 1.0}])
+    assert read(tmp_path).time == 500
+    write_rows(tmp_path, [*rows, {**BEGIN, "step": 1, "time": 400.0}])
+    assert read(tmp_path).time == 400
+
+
 def test_a_log_that_was_replaced_is_read_anew(tmp_path):
     write_rows(tmp_path, training_rows(1, 30, loss=float))
     history = read(tmp_path)

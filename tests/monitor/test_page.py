@@ -216,3 +216,27 @@ def test_the_page_fits_a_telephone_and_a_wide_screen(width, tmp_path, browser):
         assert svg.get_attribute("viewBox").split()[2] == str(
             page.evaluate("document.querySelector('svg').clientWidth")
         )
+
+
+def test_slots_stand_at_the_steps_of_their_own_and_axes_are_labelled(tmp_path, browser):
+    """Slot 2 was reached by no block at step 10: its only figure, at step 20, is no figure of step 10."""
+    rows = [{"step": step, "time": 1000 + step, **slots(step)} for step in (10, 20)]
+    write_rows(tmp_path, [BEGIN, *rows])
+    with serve(tmp_path) as (port, _), open_page(browser, width=390) as page:
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("body[data-ready='20']")
+        chart = page.locator("#chart-slots")
+        places = [
+            (float(rect.get_attribute("x")), float(rect.get_attribute("y"))) for rect in chart.locator("rect").all()
+        ]
+        columns = sorted({x for x, _ in places})
+        assert len(columns) == 2 and len(places) == 20 * 2 - 1
+        second = sorted({y for _, y in places})[1]
+        assert [x for x, y in places if y == second] == [columns[1]]
+        labels = chart.locator("text").all_text_contents()
+        assert {"step", "10", "20", "slot 1", "slot 3", "slot 19", "10.0%"} <= set(labels) and "slot 2" not in labels
+        assert page.problems == []
+
+
+def slots(step):
+    return {f"eval_accuracy_slot_{slot}": None if (slot, step) == (2, 10) else 0.1 for slot in range(1, 21)}

@@ -41,6 +41,13 @@ def test_a_pause_between_two_starts_is_no_training_time():
     assert remaining.estimate(7).seconds == 7
 
 
+def test_a_clock_that_is_set_back_is_no_fast_pace():
+    remaining = RemainingTime()
+    for step in range(20):
+        remaining.add(step, (5000.0 if step < 10 else 0.0) + 2 * step)
+    assert remaining.estimate(7).seconds == 14
+
+
 def test_only_the_latest_pace_counts():
     remaining, time = RemainingTime(), 0.0
     for step in range(2000):

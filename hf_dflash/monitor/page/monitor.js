@@ -96,6 +96,7 @@ function axes(svg, box, xRange, yRange, format) {
   for (const tick of ticks(xRange[0], xRange[1], 5)) {
     svg.append(draw("text", { x: x(tick), y: box.height - 5, "text-anchor": "middle" }, short(tick)));
   }
+  svg.append(draw("text", { x: 0, y: box.height - 5 }, "step"));
   return { x, y };
 }
 
@@ -236,7 +237,9 @@ function heatContent(panel, names) {
   // Of several evaluation sets, the first one.
   const bySlot = new Map();
   for (const [slot, series] of slots) if (!bySlot.has(slot)) bySlot.set(slot, series);
-  const steps = [...bySlot.values()][0].x;
+  // A slot that no block reached in some evaluation has a gap there.
+  const steps = [...new Set([...bySlot.values()].flatMap((series) => series.x))].sort((one, other) => one - other);
+  const columns = new Map(steps.map((step, i) => [step, i]));
   const svg = newSvg(panel.title);
   const box = { ...BOX, left: 46, right: 44 };
   const width = (box.width - box.left - box.right) / steps.length, height = (box.height - box.top - box.bottom) / bySlot.size;
@@ -244,20 +247,22 @@ function heatContent(panel, names) {
   const highest = Math.max(0.01, ...order.flatMap((slot) => bySlot.get(slot).y));
   order.forEach((slot, row) => {
     const series = bySlot.get(slot);
-    series.y.forEach((value, i) => {
+    series.y.forEach((value, j) => {
+      const i = columns.get(series.x[j]);
       svg.append(draw("rect", { class: "heat", x: (box.left + i * width).toFixed(2), y: (box.top + row * height).toFixed(2), width: (width + 0.3).toFixed(2), height: (height + 0.3).toFixed(2), opacity: (0.04 + 0.96 * Math.max(0, value) / highest).toFixed(3) }));
     });
-    if (bySlot.size <= 16) {
+    if (row % Math.ceil(bySlot.size / 16) === 0) {
       svg.append(draw("text", { x: box.left - 7, y: box.top + (row + 0.5) * height + 4, "text-anchor": "end" }, `slot ${slot}`));
-      svg.append(draw("text", { x: box.width - box.right + 6, y: box.top + (row + 0.5) * height + 4 }, percent(series.y[series.y.length - 1])));
+      svg.append(draw("text", { x: box.width - box.right + 6, y: box.top + (row + 0.5) * height + 4 }, percent(series.y[series.x.indexOf(steps[steps.length - 1])])));
     }
   });
   const every = Math.max(1, Math.ceil(steps.length / 5));
   for (let i = 0; i < steps.length; i += every) svg.append(draw("text", { x: box.left + (i + 0.5) * width, y: box.height - 5, "text-anchor": "middle" }, short(steps[i])));
+  svg.append(draw("text", { x: 0, y: box.height - 5 }, "step"));
   const tipOf = (px, py) => {
     const i = Math.floor((px - box.left) / width), row = Math.floor((py - box.top) / height);
     if (i < 0 || row < 0 || i >= steps.length || row >= order.length) return null;
-    return { title: `step ${steps[i].toLocaleString("en")}`, rows: [[0, `slot ${order[row]}: ${percent(bySlot.get(order[row]).y[i])}`]], x: null };
+    return { title: `step ${steps[i].toLocaleString("en")}`, rows: [[0, `slot ${order[row]}: ${percent(bySlot.get(order[row]).y[bySlot.get(order[row]).x.indexOf(steps[i])])}`]], x: null };
   };
   return { svg, legend: [[0, `0 to ${percent(highest)}`]], tipOf };
 }
