@@ -5,6 +5,7 @@
 Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B slots, N = R * A blocks, H hidden size.
 """
 
+import math
 import os
 import shutil
 from collections import deque
@@ -368,7 +369,11 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         if isinstance(grad_norm, torch.Tensor) and self.accelerator.scaler is None:
             norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
             is_lost = ~torch.isfinite(norm)
-            self._train_sums["skipped_steps"] += is_lost & (self.args.process_index == 0)
+            counted = (is_lost & (self.args.process_index == 0)).double()
+            self._train_sums["skipped_steps"] += counted
+            # The mean loss is that of the steps that were taken.
+            self._train_sums["steps"] -= counted
+            self._train_sums["loss"] -= torch.where(is_lost, self._step_sums["loss"], 0)
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 # Fused optimizers read on the device what a gradient scaler would tell them.
                 optimizer.found_inf = is_lost.to(torch.float32)
@@ -388,7 +393,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         if "loss" in logs and "learning_rate" in logs:
             sums = reduce_sums(self._train_sums | self._step_times.collect(), self.accelerator)
             self._train_sums = self._new_sums()
-            logs["loss"] = ratio(sums["loss"], sums["steps"])
+            logs["loss"] = ratio(sums["loss"], sums["steps"]) if sums["steps"] > 0 else math.nan
             logs["accuracy"] = ratio(sums["correct"].sum(), sums["supervised"].sum())
             logs["anchor_acceptance_length"] = 1 + ratio(sums["accepted"], sums["blocks"])
             logs["blocks"] = int(sums["blocks"])

@@ -561,6 +561,22 @@ def test_a_step_with_gradients_that_are_not_finite_changes_no_weight_and_is_coun
     assert all(math.isfinite(entry["loss"]) for entry in logs)
 
 
+def test_the_mean_loss_is_that_of_the_steps_that_were_taken(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=4, logging_steps=2, max_grad_norm=0.0)
+    losses, compute_loss = [], trainer.compute_loss
+
+    def spoil(*args, **kwargs):
+        loss = compute_loss(*args, **kwargs)
+        losses.append(loss.item())
+        return loss * (1 if len(losses) == 2 else torch.nan)
+
+    trainer.compute_loss = spoil
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["skipped_nonfinite_steps"] for entry in logs] == [1, 2]
+    assert logs[0]["loss"] == pytest.approx(losses[1], rel=1e-6) and math.isnan(logs[1]["loss"])
+
+
 # ---- Compiled layers ----
 
 
