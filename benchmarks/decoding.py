@@ -32,7 +32,8 @@ import transformers
 import hf_dflash
 from hf_dflash.atomic_files import write_json
 from hf_dflash.decoding.speculative import speculative_generate
-from hf_dflash.evaluation.benchmark import encode_prompt, find_first_difference, load_prompts
+from hf_dflash.evaluation.benchmark import find_first_difference
+from hf_dflash.evaluation.prompts import encode_prompt, load_prompts
 
 
 WARM_UP_TOKENS = 24

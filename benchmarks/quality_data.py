@@ -18,7 +18,7 @@ from hf_dflash.atomic_files import replacing
 from hf_dflash.data.chat import render_conversation
 from hf_dflash.data.local_generation import LocalSampling, generate_replies
 from hf_dflash.data.sources import open_jsonl
-from hf_dflash.evaluation.benchmark import encode_prompt
+from hf_dflash.evaluation.prompts import encode_prompt
 
 
 HELD_OUT_EVERY = 40

@@ -25,7 +25,11 @@ COMMANDS = {
     "plan": ("hf_dflash.training.plan", "main", "devices, memory and balance of a training run, before it loads"),
     "train": ("hf_dflash.training.run", "main", "train a drafter"),
     "monitor": ("hf_dflash.monitor.server", "main", "the live page of a training run"),
-    "evaluate": ("hf_dflash.evaluation.benchmark", "main", "acceptance length and speed against plain decoding"),
+    "evaluate": (
+        "hf_dflash.evaluation.evaluate_command",
+        "main",
+        "acceptance length and speed against plain decoding",
+    ),
     "export": ("hf_dflash.hub.layouts", "main_export", "write the layout that serving engines read"),
     "import": ("hf_dflash.hub.layouts", "main_import", "read a drafter in another project's layout"),
     "verify": ("hf_dflash.hub.verify", "main", "check that a saved or published drafter works"),

@@ -1,0 +1,94 @@
+# Copyright 2026 The hf_dflash Authors. All rights reserved.
+# Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import inspect
+import json
+import sys
+
+import pytest
+from oracle_drafter import make_drafter
+from tiny_models import make_target
+
+from hf_dflash.cli import main as hf_dflash
+from hf_dflash.evaluation.benchmark import measure_acceptance
+
+
+def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys, monkeypatch):
+    target = make_target("qwen3_5")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter(target, block_size=4).save_pretrained(tmp_path / "drafter")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w9 w10"}\n\n{"prompt": "w33"}\n{"prompt": "w34"}\n')
+    arguments = ["evaluate", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
+    arguments += [
+        "--prompts",
+        str(prompts),
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    arguments += ["--no-enable-thinking", "--device", "cpu"]
+    assert hf_dflash(arguments) == 0
+    result = json.loads((tmp_path / "out" / "acceptance.json").read_text())
+    assert result["summary"]["num_prompts"] == 2
+    assert result["settings"]["enable_thinking"] is False
+    assert (result["summary"]["num_identical"], result["summary"]["num_compared"]) == (2, 2)
+    assert (tmp_path / "out" / "acceptance.md").read_text().strip() in capsys.readouterr().out
+    picture = tmp_path / "out" / "acceptance.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    # Without matplotlib the figures are written all the same.
+    picture.unlink()
+    (tmp_path / "out" / "acceptance.json").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert hf_dflash(arguments) == 0
+    assert "need matplotlib" in capsys.readouterr().err
+    assert (tmp_path / "out" / "acceptance.json").exists() and not picture.exists()
+
+
+def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, capsys):
+    make_target("qwen3_5").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w9 w10"}\n')
+    target = str(tmp_path / "target")
+    assert hf_dflash(["evaluate", "--target", target, "--drafter", target, "--prompts", str(prompts)]) == 2
+    assert f"--drafter {target} is no drafter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--temperature 0.5", "--temperature changes nothing when decoding is greedy: add --do-sample"),
+        ("--sample-drafts", "--sample_drafts changes nothing when decoding is greedy: add --do-sample"),
+        ("--do-sample --temperature 0", "leave out --do-sample"),
+        ("--do-sample --top-p 2", "top_p must be in (0, 1], but is 2.0"),
+        ("--do-sample --top-p 0", "top_p must be in (0, 1], but is 0.0"),
+        ("--output {file}", "is a file: give a folder"),
+        ("", "--prompts gsm9k is neither a file here nor one of the sets gsm8k"),
+    ],
+)
+def test_options_that_would_do_nothing_or_fail_late_are_refused_before_anything_loads(
+    tmp_path, capsys, options, message
+):
+    (tmp_path / "file").touch()
+    options = options.format(file=tmp_path / "file").split()
+    assert hf_dflash(["evaluate", "--target", "t", "--drafter", "d", "--prompts", "gsm9k", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--tree-budget"])
+def test_none_of_what_is_counted_is_refused_by_the_name_of_the_option(capsys, option):
+    with pytest.raises(SystemExit):
+        hf_dflash(["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p.jsonl", option, "0"])
+    assert f"argument {option}: must be at least 1, but is 0" in capsys.readouterr().err
+
+
+def test_the_command_and_the_function_write_as_many_tokens(capsys):
+    default = inspect.signature(measure_acceptance).parameters["max_new_tokens"].default
+    with pytest.raises(SystemExit):
+        hf_dflash(["evaluate", "--help"])
+    assert f"of each turn (default: {default})" in capsys.readouterr().out
