@@ -16,23 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-# In the order in which a job uses them: command -> (module, function, phrase).
+# In the order in which a job uses them: command -> (module with a function `main`, phrase).
 COMMANDS = {
-    "mix": ("hf_dflash.data.mixture", "main", "several prompt sources -> one prompt set"),
-    "generate": ("hf_dflash.data.generate_command", "main", "the target writes the completions"),
-    "tokenize": ("hf_dflash.data.tokenization", "main", "completions (JSONL) -> loss-masked tokens"),
-    "check": ("hf_dflash.data.check_command", "main", "report on a tokenized dataset, and refuse a useless one"),
-    "plan": ("hf_dflash.training.plan", "main", "devices, memory and balance of a training run, before it loads"),
-    "train": ("hf_dflash.training.run", "main", "train a drafter"),
-    "monitor": ("hf_dflash.monitor.server", "main", "the live page of a training run"),
-    "evaluate": (
-        "hf_dflash.evaluation.evaluate_command",
-        "main",
-        "acceptance length and speed against plain decoding",
-    ),
-    "export": ("hf_dflash.hub.layouts", "main_export", "write the layout that serving engines read"),
-    "import": ("hf_dflash.hub.layouts", "main_import", "read a drafter in another project's layout"),
-    "verify": ("hf_dflash.hub.verify", "main", "check that a saved or published drafter works"),
+    "mix": ("hf_dflash.data.mixture", "several prompt sources -> one prompt set"),
+    "generate": ("hf_dflash.data.generate_command", "the target writes the completions"),
+    "tokenize": ("hf_dflash.data.tokenization", "completions (JSONL) -> loss-masked tokens"),
+    "check": ("hf_dflash.data.check_command", "report on a tokenized dataset, and refuse a useless one"),
+    "plan": ("hf_dflash.training.plan", "devices, memory and balance of a training run, before it loads"),
+    "train": ("hf_dflash.training.run", "train a drafter"),
+    "monitor": ("hf_dflash.monitor.server", "the live page of a training run"),
+    "evaluate": ("hf_dflash.evaluation.evaluate_command", "acceptance length and speed against plain decoding"),
+    "export": ("hf_dflash.hub.export_command", "write the layout that serving engines read"),
+    "import": ("hf_dflash.hub.import_command", "read a drafter in another project's layout"),
+    "verify": ("hf_dflash.hub.verify", "check that a saved or published drafter works"),
 }
 
 # Commands with an option `--debug VALUE`, that of `TrainingArguments`. They take no words but options and their values, so what
@@ -71,12 +67,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hf-dflash: error: {_unknown(command)}", file=sys.stderr)
         return 2
 
-    module, function, _ = COMMANDS[command]
+    module, _ = COMMANDS[command]
 
     def run(arguments: list[str]) -> int | None:
         if not module.startswith(_WITHOUT_DRAFTERS):
             importlib.import_module("hf_dflash").register_auto_classes()
-        return getattr(importlib.import_module(module), function)(arguments)
+        return importlib.import_module(module).main(arguments)
 
     return explain_mistakes(f"hf-dflash {command}", run, arguments, debug, "run with --debug for the traceback")
 
@@ -133,7 +129,7 @@ def explain_mistakes(
 
 def _help() -> str:
     width = max(len(command) for command in COMMANDS)
-    lines = [f"  {command:<{width}}  {phrase}" for command, (_, _, phrase) in COMMANDS.items()]
+    lines = [f"  {command:<{width}}  {phrase}" for command, (_, phrase) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: hf-dflash [--version] [--debug] <command> ...",

@@ -12,20 +12,16 @@ import copy
 import json
 import logging
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub import CommitInfo, HfApi
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..command_line import CommandParser
 from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.configuration_dflash import DFlashConfig, check_target_layer_ids
 from ..drafter.modeling_dflash import DFlashForSpeculation
-from .commits import commit_folder
 from .drafter_files import (
     WEIGHTS_FILE,
     check_is_free,
@@ -36,7 +32,7 @@ from .drafter_files import (
     read_tensors,
 )
 from .foreign_layouts import SHARED_FIELDS, read_foreign_drafter
-from .model_card import CURVES_FILE, TrainingRecord, create_drafter_card, read_training_record
+from .model_card import CURVES_FILE, create_drafter_card, read_training_record
 from .portability import SERVING_ENGINES, find_problems
 
 
@@ -94,7 +90,7 @@ def export_drafter(
         config, tensors = drafter.config, drafter.state_dict()
     else:
         folder = open_folder(drafter)
-        config, tensors = read_native_drafter(folder)
+        config, tensors = read_native_form(folder)
         record = read_training_record(folder)
         curves = folder / CURVES_FILE if (folder / CURVES_FILE).is_file() else None
 
@@ -271,7 +267,7 @@ def import_drafter(source: str | Path, output_dir: str | Path, *, target: str | 
     return drafter
 
 
-def read_native_drafter(folder: Path) -> tuple[DFlashConfig, dict[str, torch.Tensor]]:
+def read_native_form(folder: Path) -> tuple[DFlashConfig, dict[str, torch.Tensor]]:
     """Config and tensors of a folder in our own form.
 
     Raises:
@@ -285,92 +281,6 @@ def read_native_drafter(folder: Path) -> tuple[DFlashConfig, dict[str, torch.Ten
             "`hf-dflash import` it first."
         )
     return DFlashConfig.from_dict(config_dict), read_tensors(folder)
-
-
-def push_to_hub(
-    folder: str | Path,
-    repo_id: str,
-    *,
-    target: str | PreTrainedConfig | None = None,
-    target_name: str | None = None,
-    engines: tuple[str, ...] = SERVING_ENGINES,
-    record: TrainingRecord | None = None,
-    curves: str | Path | None = None,
-    tags: list[str] | None = None,
-    revision: str | None = None,
-    serving_revision: str | None = "serving",
-    commit_message: str = "A drafter",
-    private: bool | None = None,
-    token: str | None = None,
-) -> CommitInfo:
-    """
-    Publishes both forms of a drafter in one repository, in bf16: the native one on `main`, the serving one on a branch.
-
-    Each form arrives whole, in one commit. Nothing else of the folder is uploaded: no checkpoints, data sets or results.
-
-    Args:
-        folder (`str` or `Path`): a native drafter.
-        repo_id (`str`): where to.
-        target, target_name, engines: as in [`export_drafter`], whose checks come first: nothing is uploaded if one fails.
-        record ([`TrainingRecord`], *optional*): for the cards; by default that of the card in the folder.
-        curves (`str` or `Path`, *optional*): picture for the cards; by default `training_curves.png` in the folder.
-        tags (`list[str]`, *optional*): further tags for the native card.
-        revision (`str`, *optional*): the branch of the native form, `main` by default; created where missing.
-        serving_revision (`str`, *optional*, defaults to `"serving"`):
-            The branch that engines are pointed at; `None` for none.
-        commit_message (`str`, *optional*, defaults to `"A drafter"`): of both commits.
-        private (`bool`, *optional*), token (`str`, *optional*): as in `huggingface_hub`.
-
-    Returns:
-        `huggingface_hub.CommitInfo`: of the native form's commit; its `repo_url` is the repository's address.
-
-    Raises:
-        `ValueError`, `OSError`: as in [`export_drafter`].
-        `huggingface_hub.errors.HfHubHTTPError`: if the Hub refuses.
-    """
-    folder = Path(folder)
-    revision = None if revision == "main" else revision
-    record = record if record is not None else read_training_record(folder)
-    config, tensors = read_native_drafter(folder)
-    with tempfile.TemporaryDirectory() as temporary:
-        native, serving = Path(temporary, "native"), Path(temporary, "serving")
-        config.target_name_or_path = target_name or config.target_name_or_path
-        write_native_form(native, config, tensors)
-        curves = Path(curves) if curves is not None else folder / CURVES_FILE
-        if curves.is_file():
-            shutil.copyfile(curves, native / CURVES_FILE)
-        create_drafter_card(
-            config,
-            form="native",
-            target_name=target_name,
-            repo_id=repo_id,
-            serving_revision=serving_revision,
-            native_revision=revision,
-            record=record,
-            has_curves=curves.is_file(),
-            tags=tags,
-        ).save(native / "README.md")
-        if serving_revision is not None:
-            export_drafter(
-                native,
-                serving,
-                target=target,
-                target_name=target_name,
-                engines=engines,
-                repo_id=repo_id,
-                revision=serving_revision,
-            )
-
-        api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = commit_folder(api, repo_id, native, commit_message, revision=revision)
-        if serving_revision is not None:
-            api.create_branch(repo_id, branch=serving_revision, exist_ok=True)
-            # The branch starts as a copy of main: what the serving form does not have must go.
-            commit_folder(api, repo_id, serving, commit_message, revision=serving_revision, remove_others=True)
-    return commit
 
 
 def _find_target(config, target, target_name) -> tuple[PreTrainedConfig | None, str]:
@@ -439,54 +349,3 @@ def _check_portable(config, engines) -> None:
         raise ValueError("This drafter would be served otherwise than it was trained. " + " ".join(map(str, refused)))
     for problem in problems:
         logger.warning("Not for %s", problem)
-
-
-def main_export(argv: list[str]) -> int:
-    """`hf-dflash export DRAFTER OUT`."""
-    parser = CommandParser(
-        prog="hf-dflash export", description="Write the form of a drafter that serving engines read."
-    )
-    parser.add_argument("drafter", help="native drafter: folder or Hub id")
-    parser.add_argument("output", help="folder to write, new or empty")
-    parser.add_argument("--target", help="the target: folder or Hub id (default: what the drafter's config names)")
-    parser.add_argument("--target_name", help="the target's Hub id, if --target is a folder")
-    parser.add_argument(
-        "--for",
-        dest="engines",
-        action="append",
-        choices=SERVING_ENGINES,
-        help="only this engine must serve it rightly; may be repeated (default: all)",
-    )
-    parser.add_argument("--repo_id", help="the drafter's Hub id, for the commands on the card")
-    parser.add_argument("--revision", help="the revision that will hold this form, for the same commands")
-    arguments = parser.parse_args(argv)
-    folder = export_drafter(
-        arguments.drafter,
-        arguments.output,
-        target=arguments.target,
-        target_name=arguments.target_name,
-        engines=tuple(arguments.engines or SERVING_ENGINES),
-        repo_id=arguments.repo_id,
-        revision=arguments.revision,
-    )
-    print(f"Exported to {folder}. Its README.md has the commands for each engine.")
-    return 0
-
-
-def main_import(argv: list[str]) -> int:
-    """`hf-dflash import SOURCE OUT`."""
-    parser = CommandParser(
-        prog="hf-dflash import",
-        description="Make a drafter of z-lab, SpecForge, Model-Optimizer or speculators, or an exported one, a native one.",
-    )
-    parser.add_argument("source", help="folder or Hub id")
-    parser.add_argument("output", help="folder to write, new or empty")
-    parser.add_argument("--target", help="the target: folder or Hub id (default: what the source names)")
-    arguments = parser.parse_args(argv)
-    drafter = import_drafter(arguments.source, arguments.output, target=arguments.target)
-    config = drafter.config
-    print(
-        f"Imported to {arguments.output}: {config.num_hidden_layers} layers, block {config.block_size}, target layers "
-        f"{config.target_layer_ids}."
-    )
-    return 0

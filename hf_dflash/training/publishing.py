@@ -19,9 +19,9 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from ..hub.commits import commit_folder
-from ..hub.layouts import push_to_hub
 from ..hub.model_card import CURVES_FILE, create_drafter_card, is_local_path
 from ..hub.portability import SERVING_ENGINES, find_problems
+from ..hub.publishing import push_to_hub
 from .checkpoint import link_folder
 from .curves import plot_curves
 from .training_record import describe_training

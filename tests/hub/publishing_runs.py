@@ -21,7 +21,7 @@ from tiny_tokenizers import make_tokenizer
 from tiny_training import make_dataset, make_trainer
 from transformers import AutoModel, TrainerCallback
 
-from hf_dflash.hub.layouts import push_to_hub
+from hf_dflash.hub.publishing import push_to_hub
 
 
 class StopAtFirstStep(TrainerCallback):
