@@ -3,7 +3,8 @@
 """Which checkpoints are whole, which is the last one, and which may go.
 
 `dflash_checkpoint.json` is written into a checkpoint after everything else has reached the disk. It lists the files, and
-holds the contract (resume_contract.py) under which the run may go on. A folder without it, with an empty one, or with a file
+holds the contract (resume_contract.py) under which the run may go on, and names the checkpoints of later steps that the run
+left behind by going back to an earlier one. A folder without it, with an empty one, or with a file
 missing or shorter than listed, was being written or copied when its machine died.
 """
 
@@ -42,17 +43,27 @@ def mark_whole(folder: str | os.PathLike, contract: dict) -> None:
             name = path.relative_to(folder).as_posix()
             sizes[name] = None if name == TRAINER_STATE else path.stat().st_size
     # The same step may be saved twice, by a run that went on from before it: copies tell both saves apart by their number.
-    write_json(folder / CHECKPOINT_FILE, {"contract": contract, "files": sizes, "save": uuid.uuid4().hex})
+    content = {"contract": contract, "files": sizes, "save": uuid.uuid4().hex}
+    siblings = list_checkpoints(folder.parent)
+    later = [_read(path).get("save") for path in siblings if _step(path) > _step(folder)]
+    if left_behind := [save for save in later if save is not None]:
+        content["left_behind"] = left_behind
+    write_json(folder / CHECKPOINT_FILE, content)
+
+
+def _read(folder: Path) -> dict:
+    """What a checkpoint says of itself; nothing if it is not whole yet."""
+    try:
+        return json.loads((folder / CHECKPOINT_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
 
 
 def is_whole(folder: str | os.PathLike) -> bool:
     """Whether everything that was saved is there, at its full size."""
     folder = Path(folder)
-    try:
-        files = json.loads((folder / CHECKPOINT_FILE).read_text(encoding="utf-8"))["files"]
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return all(
+    files = _read(folder).get("files")
+    return files is not None and all(
         (folder / name).is_file() and size in (None, (folder / name).stat().st_size) for name, size in files.items()
     )
 
@@ -83,12 +94,21 @@ def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     if not os.path.isdir(output_dir):
         return []
     found = [path for path in Path(output_dir).iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(_NAME.fullmatch(checkpoint.name)[1])
 
 
 def find_last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The whole checkpoint of the highest step, `None` if there is none."""
-    return next((str(path) for path in reversed(list_checkpoints(output_dir)) if is_whole(path)), None)
+    """The whole checkpoint of the highest step, `None` if there is none. Those that a run left behind when it went back to
+    an earlier one do not count once it has saved again."""
+    whole = [path for path in list_checkpoints(output_dir) if is_whole(path)]
+    contents = [_read(path) for path in whole]
+    left_behind = {save for content in contents for save in content.get("left_behind", ())}
+    kept = [str(path) for path, content in zip(whole, contents, strict=True) if content.get("save") not in left_behind]
+    return kept[-1] if kept else None
 
 
 def rotate_checkpoints(saved: str | os.PathLike, limit: int | None, best: str | None) -> None:

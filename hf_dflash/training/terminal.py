@@ -94,10 +94,12 @@ class TerminalCallback(TrainerCallback):
             self._training_bar.close()
             self._training_bar = None
         seconds, steps = time.monotonic() - self._began, state.global_step - self._first_step
-        verb = "Trained" if state.global_step >= state.max_steps else "Stopped after"
-        parts = [
-            f"{verb} {steps:,} step{'' if steps == 1 else 's'} in {format_duration(seconds)}, at step {state.global_step:,} of {state.max_steps:,}"
-        ]
+        has_ended = state.global_step >= state.max_steps
+        verb = "Trained" if has_ended else "Stopped after"
+        done = f"{verb} {steps:,} step{'' if steps == 1 else 's'} in {format_duration(seconds)}, at step"
+        if has_ended and not steps:
+            done = "The run had ended before, at step"
+        parts = [f"{done} {state.global_step:,} of {state.max_steps:,}"]
         parts += describe_figures(self._figures)
         if state.best_metric is not None and state.best_model_checkpoint is not None:
             best = state.best_model_checkpoint.rstrip("/").rpartition("/")[2]

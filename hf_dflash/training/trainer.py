@@ -9,6 +9,8 @@ import math
 import os
 import shutil
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -492,18 +494,29 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         self._host_group.wait()
 
         # Trainer would delete an older checkpoint before this one is declared whole.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        with self._without_save_total_limit():
             super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
         save_sums(self._train_sums, folder, self.args.process_index)
         self._host_group.wait()
         if self.args.should_save:
             mark_whole(folder, self._contract)
-            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
+            rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
         self._saved_step = self.state.global_step
         self.publish_checkpoint(folder)
+
+    @contextmanager
+    def _without_save_total_limit(self) -> Iterator[None]:
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
+
+    def _finalize_training(self, *args, **kwargs):
+        # With a limit of 1 Trainer would delete the last step for the best one, from which a run that goes on, or is started again
+        # behind its end, would repeat all steps since.
+        with self._without_save_total_limit():
+            return super()._finalize_training(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user."""

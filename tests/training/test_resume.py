@@ -369,3 +369,52 @@ def test_a_signal_is_answered_within_one_step(tmp_path):
         trainer_of(tmp_path, callbacks=[Count()]).train()
     assert began == [0, 1, 2, 3]
     assert find_last_checkpoint(tmp_path).endswith("checkpoint-4")
+
+
+# ---- Which run goes on ----
+
+
+def test_a_run_that_went_back_goes_on_where_it_was_not_where_it_had_been_before(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, "eval_strategy": "no"}
+    trainer_of(tmp_path, **options).train()
+    again = trainer_of(tmp_path, **options, learning_rate=1e-3, callbacks=[StopAt(5, by_signal)])
+    with pytest.raises(SystemExit):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    # Nothing is deleted, and what the run has left behind can still be asked for by name.
+    assert (tmp_path / "checkpoint-8").is_dir()
+    assert find_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
+
+    resumed = trainer_of(tmp_path, **options, learning_rate=1e-3)
+    resumed.train(resume_from_checkpoint=True)
+    assert find_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+    straight = trainer_of(tmp_path, **{**options, "save_strategy": "no"}, learning_rate=1e-3)
+    straight.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same(training_state(resumed), training_state(straight))
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_with_room_for_one_checkpoint_the_last_step_stays_beside_the_best(stops, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 5}
+    # The first evaluation is the best.
+    options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    options |= {"save_total_limit": 1, "load_best_model_at_end": True, "learning_rate": 1e-3}
+    trainer = trainer_of(tmp_path, **options, callbacks=[StopAt(3, by_signal)] if stops else [])
+    if stops:
+        with pytest.raises(SystemExit):
+            trainer.train()
+    else:
+        trainer.train()
+    last = 3 if stops else 5
+    assert trainer.state.best_global_step == 1
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", f"checkpoint-{last}"]
+
+    began = []
+
+    class Count(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            began.append(state.global_step)
+
+    again = trainer_of(tmp_path, **options, callbacks=[Count()])
+    again.train(resume_from_checkpoint=True)
+    assert began == list(range(last, 5))
+    assert again.state.best_global_step == 1

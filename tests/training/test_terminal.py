@@ -94,3 +94,10 @@ def test_an_evaluation_is_one_line_without_slots_and_runtimes():
 )
 def test_large_numbers_are_short(value, text):
     assert abbreviate(value) == text
+
+
+def test_a_run_that_has_ended_says_so_when_it_is_started_again(tmp_path, capsys):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, **options).train()
+    make_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("The run had ended before, at step 2 of 2")
