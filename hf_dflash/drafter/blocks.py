@@ -131,6 +131,8 @@ def select_anchors(
 
     supervised = torch.zeros(count, dtype=torch.long, device=device)
     supervised.index_add_(0, bins, loss_mask.bool().long())
+    # A larger number is no limit, and may be none that a tensor holds.
+    num_anchors = min(num_anchors, loss_mask.shape[0])
     wanted = torch.full((count,), num_anchors, dtype=torch.long, device=device)
     if anchor_ratio is not None:
         # Before it is an integer: a large ratio would overflow to a negative number.

@@ -37,9 +37,10 @@ def position_weights(block_size: int, gamma: float, device=None, dtype: torch.dt
     Returns:
         `torch.Tensor` of shape `[B - 1]`.
     """
-    if gamma is None or gamma <= 0:
+    if gamma is None or not gamma > 0:
         raise ValueError(f"`gamma` is {gamma}: the decay of the slot weights must be a positive number of slots.")
-    return torch.exp(-torch.arange(block_size - 1, device=device, dtype=dtype) / gamma)
+    # Below 1e-3 all but the first are 0 in any dtype; and what rounds to 0 would make the first one 0 / 0.
+    return torch.exp(-torch.arange(block_size - 1, device=device, dtype=dtype) / max(gamma, 1e-3))
 
 
 def dpace_weights(confidences: torch.Tensor, supervised: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:

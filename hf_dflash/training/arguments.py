@@ -327,7 +327,7 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.num_anchors != "auto":
             try:
                 self.num_anchors = int(self.num_anchors)
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise ValueError(f"`--num_anchors {self.num_anchors}`: give a number, or auto.") from None
         for name in (
             "token_budget",

@@ -238,3 +238,8 @@ def test_a_ratio_without_measure_is_no_limit(ratio):
     loss_mask, document_ids = torch.tensor([0, 1, 1, 1, 1, 0, 0]), torch.tensor([0, 0, 0, 0, 0, 1, 1])
     anchors, valid = select_anchors(loss_mask, 512, 4, document_ids=document_ids, anchor_ratio=ratio)
     assert anchors.tolist() == [1, 2, 3] and valid.all()
+
+
+def test_more_anchors_than_a_tensor_can_count_are_no_limit():
+    anchors, valid = select_anchors(torch.tensor([0, 1, 1, 1, 1, 0, 0]), 10**30, 4, anchor_ratio=10.0)
+    assert anchors.tolist() == [1, 2, 3] and valid.all()

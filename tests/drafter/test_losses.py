@@ -216,7 +216,7 @@ def test_position_weights_start_at_one_and_decay(block_size, gamma):
     assert weights[0] == 1
 
 
-@pytest.mark.parametrize("gamma", [0, -1.0, None])
+@pytest.mark.parametrize("gamma", [0, -1.0, None, float("nan")])
 def test_a_gamma_that_does_not_decay_is_refused(gamma):
     with pytest.raises(ValueError, match="gamma"):
         position_weights(4, gamma)
@@ -310,3 +310,10 @@ def test_unknown_options_and_missing_inputs_are_refused(options, message):
     blocks = Blocks()
     with pytest.raises(ValueError, match=message):
         compute_dflash_loss(blocks.hidden_states, make_head(), blocks.labels, blocks.supervised, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_decay_too_fast_for_the_dtype_leaves_the_first_slot(dtype):
+    for gamma in (1e-2, 1e-46, 5e-324):
+        assert position_weights(4, gamma, dtype=dtype)[0] == 1
+        assert position_weights(4, gamma, dtype=dtype)[1:].max() < 1e-40
