@@ -20,7 +20,7 @@ from pathlib import Path
 COMMANDS = {
     "mix": ("hf_dflash.data.mixture", "several prompt sources -> one prompt set"),
     "generate": ("hf_dflash.data.generate_command", "the target writes the completions"),
-    "tokenize": ("hf_dflash.data.tokenization", "completions (JSONL) -> loss-masked tokens"),
+    "tokenize": ("hf_dflash.data.tokenize_command", "completions (JSONL) -> loss-masked tokens"),
     "check": ("hf_dflash.data.check_command", "report on a tokenized dataset, and refuse a useless one"),
     "plan": ("hf_dflash.training.plan", "devices, memory and balance of a training run, before it loads"),
     "train": ("hf_dflash.training.run", "train a drafter"),

@@ -20,7 +20,7 @@ The completions that ship with the pocket target:
 import sys
 
 from hf_dflash.cli import explain_mistakes
-from hf_dflash.data.tokenization import main
+from hf_dflash.data.tokenize_command import main
 
 
 if __name__ == "__main__":

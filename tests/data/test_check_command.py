@@ -11,7 +11,7 @@ from hf_dflash.data.check_command import main
 from hf_dflash.data.dataset_gates import DatasetRefused, run_gates
 from hf_dflash.data.dataset_report import load_dataset_report
 from hf_dflash.data.report_rendering import describe_report
-from hf_dflash.data.tokenization import main as tokenize_main
+from hf_dflash.data.tokenize_command import main as tokenize_main
 
 
 def completions_87_percent_empty(form, tokenizer):

@@ -9,7 +9,7 @@ import pytest
 from tiny_tokenizers import CHATML_TEMPLATE, make_tokenizer
 
 from hf_dflash.data.conversations import SKIP_REASONS
-from hf_dflash.data.tokenization import main
+from hf_dflash.data.tokenize_command import main
 from hf_dflash.data.unit_tokenization import row_origin
 
 

@@ -5,8 +5,9 @@ from dataclasses import fields
 
 import pytest
 
-from hf_dflash.data.tokenization import _parser, tokenize_completions
+from hf_dflash.data.tokenization import tokenize_completions
 from hf_dflash.data.tokenization_options import TokenizationOptions
+from hf_dflash.data.tokenize_command import _parser
 from hf_dflash.training.run import parse_job
 
 

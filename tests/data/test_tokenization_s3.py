@@ -16,7 +16,8 @@ import pytest
 from s3_server import running_s3
 
 from hf_dflash.data.sources import open_jsonl
-from hf_dflash.data.tokenization import main, tokenize_completions
+from hf_dflash.data.tokenization import tokenize_completions
+from hf_dflash.data.tokenize_command import main
 from hf_dflash.object_store import ObjectStore
 
 
