@@ -81,8 +81,8 @@ def speculative_generate(
 
     Raises:
         `ValueError`: if drafter and target do not fit, prompts are not padded on the left or are more than token ids (images),
-            the target's cache cannot be rolled back, or a logits processor keeps a state (`guidance_scale`, SynthID
-            watermarks).
+            the target's cache cannot be rolled back, a logits processor keeps a state (`guidance_scale`, SynthID watermarks),
+            or an argument asks for what is not made here (beams, `output_scores`).
 
     Example:
 
@@ -92,6 +92,7 @@ def speculative_generate(
     ```
     """
     check_drafter_fits(target, drafter)
+    _check_prompts(input_ids, attention_mask)
     if tree_budget is not None and tree_budget < 1:
         raise ValueError(f"`tree_budget` is {tree_budget}: a tree has at least one draft, or leave it out.")
     if max_new_tokens == 0:
@@ -135,6 +136,26 @@ def speculative_generate(
         **generation_kwargs,
     )
     return out if return_stats else out.sequences
+
+
+def _check_prompts(input_ids, attention_mask) -> None:
+    is_tensor = isinstance(input_ids, torch.Tensor)
+    # As the embedding does; the tokens that come back are int64 in any case.
+    is_ids = is_tensor and input_ids.dtype in (torch.int64, torch.int32)
+    if not is_ids or input_ids.dim() != 2 or input_ids.numel() == 0:
+        given = (
+            f"a {input_ids.dtype} tensor of shape {list(input_ids.shape)}"
+            if is_tensor
+            else f"a {type(input_ids).__name__}"
+        )
+        raise ValueError(
+            f"`input_ids` is {given}: pass token ids of shape [prompts, length], at least one of each. One prompt is `ids[None]`."
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` has the shape {list(attention_mask.shape)}, `input_ids` has {list(input_ids.shape)}: pass one of the "
+            "same, or none where nothing is padded."
+        )
 
 
 def _check_reads_ids_only(generation_kwargs: dict) -> None:

@@ -82,8 +82,7 @@ class SpeculativeLoop:
     def __call__(
         self, target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
     ) -> SpeculativeOutput:
-        if generation_config.num_beams > 1:
-            raise ValueError("Speculative decoding follows one continuation of a prompt: `num_beams` must be 1.")
+        _check_generation_config(generation_config)
         check_processors(logits_processor)
         self.target, self.logits_processor = target, logits_processor
         self.cache_name = name_of_cache(target)
@@ -391,6 +390,22 @@ class SpeculativeLoop:
             if self.other_criteria and bool(self.other_criteria(self.tokens[i : i + 1, : length + count], None).all()):
                 return count, True
         return len(tokens), False
+
+
+def _check_generation_config(generation_config) -> None:
+    """Refuses what `generate` would have heeded and this loop would not."""
+    mode = generation_config.get_generation_mode()
+    if generation_config.num_beams > 1 or mode not in ("greedy_search", "sample", "assisted_generation"):
+        raise ValueError(
+            f"Speculative decoding takes the most likely token or draws one, and follows one continuation of a prompt: this is "
+            f"{mode.replace('_', ' ')}, so `num_beams` must be 1, and `penalty_alpha`, `dola_layers` and `force_words_ids` left out."
+        )
+    for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
+        if getattr(generation_config, name, None):
+            raise ValueError(
+                f"`{name}`: speculative decoding returns tokens and what was accepted. Leave it out, or decode with "
+                "`target.generate`."
+            )
 
 
 def _check_prompt_mask(input_ids: torch.LongTensor, attention_mask: torch.Tensor | None) -> torch.Tensor:

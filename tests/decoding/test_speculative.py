@@ -509,6 +509,46 @@ def test_beams_are_refused():
         speculative_generate(target, make_drafter(target), draw_prompt(4, 0), max_new_tokens=5, num_beams=2)
 
 
+@pytest.mark.parametrize(
+    "argument", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "high"}, {"force_words_ids": [[[7]]]}]
+)
+def test_ways_to_search_that_would_not_be_followed_are_refused(argument):
+    target = target_of("qwen3")
+    with pytest.raises(ValueError, match="takes the most likely token or draws one"):
+        speculative_generate(target, make_drafter(target), draw_prompt(4, 0), max_new_tokens=5, **argument)
+
+
+@pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_hidden_states", "output_attentions"])
+def test_outputs_that_would_not_be_made_are_refused(name):
+    target = target_of("qwen3")
+    with pytest.raises(ValueError, match=f"`{name}`: speculative decoding returns tokens"):
+        speculative_generate(
+            target,
+            make_drafter(target),
+            draw_prompt(4, 0),
+            max_new_tokens=5,
+            return_dict_in_generate=True,
+            **{name: True},
+        )
+
+
+@pytest.mark.parametrize(
+    "input_ids",
+    [torch.arange(4), torch.zeros(1, 0).long(), torch.zeros(0, 4).long(), torch.ones(1, 4), [[5, 6]], None],
+)
+def test_prompts_that_are_no_batch_of_ids_are_refused_with_what_is_expected(input_ids):
+    target = target_of("qwen3")
+    with pytest.raises(ValueError, match=r"pass token ids of shape \[prompts, length\]"):
+        speculative_generate(target, make_drafter(target), input_ids, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 6), (5,)])
+def test_masks_of_another_shape_than_the_prompts_are_refused(shape):
+    target = target_of("qwen3")
+    with pytest.raises(ValueError, match=r"`input_ids` has \[1, 5\]"):
+        speculative_generate(target, make_drafter(target), draw_prompt(5, 0), torch.ones(shape), max_new_tokens=5)
+
+
 def test_drafts_of_a_block_are_its_emitted_tokens_as_far_as_they_were_accepted(tiny_qwen3):
     prompt = torch.arange(6, 11)[None]
     sequence = tiny_qwen3.generate(prompt, max_new_tokens=20, eos_token_id=NEVER, do_sample=False)[0].tolist()
