@@ -66,6 +66,7 @@ def test_every_option_of_ours_can_be_given_on_the_command_line_and_is_documented
         ({"token_budget": 0}, "--token_budget"),
         ({"eval_token_budget": 0}, "--eval_token_budget"),
         ({"num_anchors": 0}, "--num_anchors"),
+        ({"num_anchors": float("inf")}, "--num_anchors"),
         ({"eval_blocks_per_pass": 0}, "--eval_blocks_per_pass"),
         ({"targets_per_process": 0}, "--targets_per_process"),
         ({"anchor_ratio": -0.1}, "--anchor_ratio"),
@@ -129,3 +130,8 @@ def test_arguments_survive_a_round_trip_through_a_dict(tmp_path):
     assert (saved["loss_type"], saved["token_budget"]) == ("kl", 77)
     assert dataclasses.replace(args, seed=5).n_gpu == 1
     assert dataclasses.replace(args, seed=5).token_budget == 77
+
+
+def test_the_best_checkpoint_is_one_of_acceptance(tmp_path):
+    args = DFlashTrainingArguments(str(tmp_path))
+    assert (args.metric_for_best_model, args.greater_is_better) == ("eval_acceptance_length", True)

@@ -1,12 +1,24 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""Nothing depends on how the work is split (one process here; several in tests/distributed)."""
+"""Nothing depends on how the work is split (one process here; several in tests/distributed) or on what is computed twice."""
+
+from functools import partial
 
 import pytest
 import torch
-from tiny_training import GradientRecorder, make_dataset, make_trainer, relative_difference
+from tiny_drafters import make_drafter
+from tiny_models import make_target
+from tiny_training import (
+    GradientRecorder,
+    assert_same,
+    make_dataset,
+    make_trainer,
+    relative_difference,
+    training_state,
+)
 
 from hf_dflash.data.batching import TokenBudgetBatchSampler
+from hf_dflash.training.target_loading import load_targets
 
 
 pytestmark = pytest.mark.compat
@@ -128,3 +140,47 @@ def test_the_logged_norm_is_that_of_the_accumulated_gradient(tmp_path):
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert len(logged) == 3
     assert logged == pytest.approx(recorder.norms, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_gradient_checkpointing_recomputes_and_changes_nothing(tmp_path):
+    gradients = {}
+    for checkpointing in (False, True):
+        recorder = GradientRecorder()
+        trainer = make_trainer(
+            tmp_path,
+            dtype=torch.float64,
+            gradient_checkpointing=checkpointing,
+            max_steps=1,
+            max_grad_norm=0.0,
+            callbacks=[recorder],
+        )
+        calls = []
+        trainer.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        trainer.train()
+        gradients[checkpointing] = recorder.first
+        assert len(calls) == (2 if checkpointing else 1)
+    assert relative_difference(gradients[True], gradients[False]) <= 1e-12
+
+
+def count(counts, i, *_):
+    counts[i] += 1
+
+
+def test_two_targets_that_take_turns_teach_what_one_does(tmp_path):
+    states = []
+    for number in (1, 2):
+        targets = load_targets(make_target("qwen3"), [1, 3], ["cpu"] * number)
+        assert len({id(target.model) for target in targets}) == number
+        read = [0] * number
+        for i, target in enumerate(targets):
+            target.decoder.register_forward_hook(partial(count, read, i))
+        drafter = make_drafter(make_target("qwen3"))
+        trainer = make_trainer(
+            tmp_path, target=targets, drafter=drafter, gradient_accumulation_steps=2, num_train_epochs=1
+        )
+        trainer.train()
+        # Seven micro-batches in windows of two.
+        assert read == ([7] if number == 1 else [4, 3])
+        states.append(training_state(trainer))
+    assert_same(*states)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_training import assert_same, make_trainer, training_state
 from torch import nn
 
 from hf_dflash.training import muon
@@ -129,3 +130,31 @@ def test_matrices_and_vectors_share_one_schedule_and_a_reloaded_state_goes_on_bi
     run(again, resumed, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert {group["lr"] for part in resumed.parts for group in part.param_groups} == {0.01}
+
+
+@pytest.mark.compat
+def test_muon_takes_the_matrices_and_adamw_the_rest_with_one_schedule(tmp_path):
+    trainer = make_trainer(tmp_path, matrix_optimizer="muon", num_train_epochs=3, weight_decay=0.1)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, MuonWithAdamW)
+    muon, adamw = optimizer.parts
+    assert isinstance(muon, Muon) and isinstance(adamw, torch.optim.AdamW)
+    matrices = {id(p) for group in muon.param_groups for p in group["params"]}
+    vectors = {id(p) for group in adamw.param_groups for p in group["params"]}
+    assert matrices == {id(p) for p in trainer.model.parameters() if p.dim() == 2}
+    assert vectors == {id(p) for p in trainer.model.parameters() if p.dim() == 1}
+    rate = trainer.lr_scheduler.get_last_lr()[0]
+    assert {group["lr"] for part in optimizer.parts for group in part.param_groups} == {rate} != {1e-2}
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.compat
+def test_muon_resumes_bit_equal(tmp_path):
+    options = {"matrix_optimizer": "muon", "save_strategy": "steps", "save_steps": 6, "max_steps": 10}
+    whole = make_trainer(tmp_path, **options)
+    whole.train()
+    resumed = make_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert_same(training_state(resumed), training_state(whole))

@@ -1,9 +1,14 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from hf_dflash.training.plan import place_targets, place_targets_of_this_process
+from hf_dflash.training.plan import check_launch, main, place_targets, place_targets_of_this_process
 
 
 def everywhere(world_size, device_count, **options):
@@ -52,3 +57,53 @@ def test_a_process_reads_its_place_from_the_launcher(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert place_targets_of_this_process(None, 1, use_cpu=False) == ["cuda:1"]
+
+
+@pytest.mark.compat
+def test_plan_shows_map_memory_and_balance_of_machines_that_are_not_here(job_file, capsys):
+    assert main(["--config", str(job_file), "--num_processes", "2", "--num_devices", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1: drafter cuda:1, target cuda:3" in out
+    assert "TFLOP" in out and "at equal speed" in out
+    # Targets with devices of their own compute ahead; what they have ready stands with the drafter.
+    assert out.count("drafter: features in flight") == 2
+    assert (
+        main(["--config", str(job_file), "--num_processes", "1", "--num_devices", "1", "--num_anchors", "auto"]) == 0
+    )
+    assert "features in flight" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="3 CUDA device"):
+        main(["--config", str(job_file), "--num_processes", "2", "--num_devices", "3"])
+
+
+@pytest.mark.compat
+def test_several_devices_may_share_a_target():
+    devices = "cuda:2+cuda:3,cuda:4+cuda:5"
+    assert place_targets(1, 2, 6, target_devices=devices) == ["cuda:4+cuda:5"]
+    with pytest.raises(ValueError, match="5 CUDA device"):
+        place_targets(1, 2, 5, target_devices=devices)
+    with pytest.raises(ValueError, match="gpu3"):
+        place_targets(0, 1, 5, target_devices="cuda:2+gpu3")
+
+
+@pytest.mark.compat
+def test_a_launch_that_asked_for_several_processes_and_got_one_is_an_error():
+    # What accelerate says about itself is the point, so it is really run.
+    script = Path(__file__).with_name("launched.py")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    for processes, fails in (("1", False), ("2", True)):
+        done = subprocess.run(
+            [*launch, "--num_processes", processes, str(script)], env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode != 0) is fails, done.stderr
+        assert ("torchrun" in done.stderr) is fails
+        assert ("went on" in done.stdout) is not fails
+
+
+@pytest.mark.compat
+def test_a_world_of_several_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="4 processes were asked for and this one is alone"):
+        check_launch(1)
+    check_launch(4)

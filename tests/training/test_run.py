@@ -1,13 +1,15 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
-"""What `hf-dflash train` does before it trains, and leaves behind when it fails there."""
+"""What `hf-dflash train` makes of its options, does before it trains, and leaves behind when it fails there."""
 
 import gzip
 import json
+import os
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hf_dflash.training.run as run
 from hf_dflash import DFlashForSpeculation
@@ -21,6 +23,84 @@ from hf_dflash.training.plan import main as plan
 pytestmark = pytest.mark.compat
 
 POCKET = Path(__file__).parents[2] / "recipes" / "pocket"
+
+
+# ---- Where options come from ----
+
+
+def test_a_flag_beats_the_file_and_the_file_beats_the_default(job_file):
+    job, args = run.parse_job(["--learning_rate", "1e-3", "--config", str(job_file), "--completions", "c.jsonl"])
+    assert args.learning_rate == 1e-3 and job.completions == ["c.jsonl"]
+    assert (job.block_size, job.target_layer_ids, args.save_each_epoch) == (4, [1, 3], True)
+    assert args.lr_scheduler_kwargs == {"num_cycles": 0.4}
+    assert args.num_train_epochs == 6
+
+
+def test_words_that_yaml_takes_for_booleans_are_what_the_option_calls_them(job_file):
+    words = "pipeline: off\ncompile_layers: on\neval_strategy: no\nsave_strategy: No\nbf16: off\nenable_thinking: no\n"
+    job_file.write_text(job_file.read_text() + words)
+    job, args = run.parse_job(["--config", str(job_file)])
+    assert (args.pipeline, args.compile_layers, args.bf16, job.enable_thinking) == ("off", "on", False, False)
+    assert args.eval_strategy == args.save_strategy == "no"
+
+
+@pytest.mark.parametrize("how", ["file", "flag"])
+def test_an_unknown_key_is_an_error_that_names_it_and_the_one_that_is_meant(how, job_file):
+    argv = ["--config", str(job_file)]
+    if how == "file":
+        job_file.write_text(job_file.read_text() + "lerning_rate: 1\n")
+    else:
+        argv += ["--lerning-rate", "1"]
+    with pytest.raises(ValueError, match=r"lerning.rate \(did you mean (--)?learning_rate\?\)"):
+        run.parse_job(argv)
+
+
+@pytest.mark.parametrize("option", [["--config", "{}"], ["--config={}"]])
+def test_a_file_is_named_in_two_words_or_one_and_a_later_file_beats_an_earlier_one(option, job_file, tmp_path):
+    (tmp_path / "later.yaml").write_text("learning_rate: 5.0e-4\n")
+    argv = [word.format(path) for path in (job_file, tmp_path / "later.yaml") for word in option]
+    job, args = run.parse_job(argv)
+    assert (args.learning_rate, job.block_size) == (5e-4, 4)
+    with pytest.raises(ValueError, match="needs the name of a YAML file"):
+        run.parse_job([*argv, "--config"])
+
+
+@pytest.mark.parametrize(
+    "command, needed",
+    [(run.main, "--target TARGET --completions COMPLETIONS"), (plan, "--target TARGET")],
+    ids=["train", "plan"],
+)
+def test_help_and_errors_show_what_a_command_needs_and_where_options_may_stand(command, needed, capsys):
+    with pytest.raises(SystemExit):
+        command(["--help"])
+    out = capsys.readouterr().out
+    assert f"{needed} [--config FILE]" in out.splitlines()[0] and "--config FILE " in out
+    with pytest.raises(SystemExit):
+        command(["--learning_rate", "1"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert needed in usage and error.endswith("required: " + ", ".join(needed.split()[::2]))
+
+
+def test_a_dry_run_prints_the_resolved_run_and_the_memory_and_loads_nothing(job_file, monkeypatch):
+    monkeypatch.setattr(run, "load_targets", lambda *args, **kwargs: pytest.fail("loaded the target"))
+    flags = ["--learning_rate", "1e-3", "--debug", "underflow_overflow", "--map_role", "critic=assistant"]
+    flags += ["--chat_template_kwargs", '{"effort": "low"}', "--resume_from_checkpoint", "true", "--dry_run"]
+    job, args = run.parse_job(["--config", str(job_file), *flags])
+    assert job.dry_run
+    text = run.describe_job(job, args)
+    resolved, _, placement = text.partition("\n\n")
+    options = yaml.safe_load(resolved)
+    assert options["learning_rate"] == 1e-3 and options["save_each_epoch"] is True
+    # What is printed is itself a job file.
+    job_file.write_text(resolved)
+    again, again_args = run.parse_job(["--config", str(job_file)])
+    assert vars(again) == {**vars(job), "dry_run": False}
+    assert again_args.to_dict() == args.to_dict()
+    assert "rank 0: drafter cpu, target cpu" in placement and "optimizer, fp32" in placement
+    assert not os.path.exists(args.output_dir)
+
+
+# ---- Before it trains ----
 
 
 @pytest.fixture

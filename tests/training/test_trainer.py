@@ -586,3 +586,23 @@ def test_layers_of_target_and_drafter_are_compiled_only_if_asked_for_on_a_cpu(tm
         assert {layer.compile_options is not None for layer in trainer.model.layers} == {wanted}
         for target in trainer.targets:
             assert {hasattr(layer.forward, "uncompiled") for layer in target.decoder.layers} == {wanted}
+
+
+def test_a_head_in_fp8_trains_nearly_as_well_and_measures_as_ever(tmp_path):
+    first, logs, evaluations = {}, {}, {}
+    for head_fp8 in (False, True):
+        recorder = GradientRecorder()
+        trainer = make_trainer(
+            tmp_path,
+            head_fp8=head_fp8,
+            num_train_epochs=4,
+            max_grad_norm=0.0,
+            callbacks=[recorder],
+            eval_dataset=make_dataset(5, 20),
+        )
+        evaluations[head_fp8] = {name: v for name, v in trainer.evaluate().items() if "loss" in name or "acc" in name}
+        trainer.train()
+        first[head_fp8], logs[head_fp8] = recorder.first, trainer.state.log_history[-2]["loss"]
+    assert evaluations[True] == evaluations[False], "an evaluation takes the head as it is"
+    assert 1e-4 < relative_difference(first[True], first[False]) < 0.1
+    assert abs(logs[True] / logs[False] - 1) < 0.05
