@@ -62,7 +62,7 @@ def run_drafter(drafter, embedding, batch, features: torch.Tensor, *, flex: bool
         return create_dense_mask(mask_mod, batch.anchors.shape[0], q_len, kv_len, features.device, features.dtype)
 
     hidden_states = drafter(
-        embedding(batch.slot_ids),
+        embedding(batch.slot_ids).to(features.dtype),
         features[batch.context_index],
         batch.position_ids,
         attention_mask=create_training_masks(drafter, create_mask),

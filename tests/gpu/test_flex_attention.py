@@ -9,19 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_drafters import MASK_TOKEN_ID, make_rows
+from tiny_drafters import MASK_TOKEN_ID, make_rows, run_drafter
 
 from hf_dflash.data.batching import collate_rows
-from hf_dflash.drafter.blocks import (
-    anchor_hash,
-    create_anchor_block_mask_mod,
-    create_dense_mask,
-    create_flex_mask,
-    select_anchors,
-)
+from hf_dflash.drafter.blocks import anchor_hash, select_anchors
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
 from hf_dflash.drafter.losses import compute_dflash_loss
-from hf_dflash.drafter.modeling_dflash import DFlashForSpeculation, create_training_masks
+from hf_dflash.drafter.modeling_dflash import DFlashForSpeculation
 from hf_dflash.target.language_head import LanguageHead
 from hf_dflash.training.block_batch import draw_blocks
 
@@ -79,22 +73,8 @@ def run(drafter, batch, features, embedding, head, *, flex, autocast=False):
     """`(loss, hidden states of real blocks, gradients)`."""
     drafter.zero_grad()
     features = features.clone().requires_grad_()
-    blocks = (batch.document_ids, batch.anchors, batch.valid, batch.block_size)
-
-    def create_mask(**kind):
-        if flex:
-            return create_flex_mask(*blocks, **kind)
-        mask_mod, q_len, kv_len = create_anchor_block_mask_mod(*blocks, **kind)
-        return create_dense_mask(mask_mod, batch.anchors.shape[0], q_len, kv_len, features.device, features.dtype)
-
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        states = drafter(
-            embedding(batch.slot_ids).to(features.dtype),
-            features[batch.context_index],
-            batch.position_ids,
-            attention_mask=create_training_masks(drafter, create_mask),
-        ).last_hidden_state.float()
-    states = states.reshape(-1, batch.block_size, HIDDEN)
+        states = run_drafter(drafter, embedding, batch, features, flex=flex).float()
     loss, _ = compute_dflash_loss(states[:, 1:], head, batch.data_labels, batch.supervised)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()} | {"features": features.grad}
