@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """
-`hf-dflash <command> ...`: one command for each stage, each in the module that does the work.
+`hf-dflash <command> ...`: one command for each stage, each the `main` of a module.
 
 Only the module of the chosen command is imported.
 """
@@ -9,6 +9,7 @@ Only the module of the chosen command is imported.
 import difflib
 import importlib
 import itertools
+import json
 import os
 import re
 import sys
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     module, _ = COMMANDS[command]
 
     def run(arguments: list[str]) -> int | None:
+        _check_targets(arguments)
         if not module.startswith(_WITHOUT_DRAFTERS):
             importlib.import_module("hf_dflash").register_auto_classes()
         return importlib.import_module(module).main(arguments)
@@ -155,12 +157,38 @@ def _folders_that_are_not_there(arguments: list[str]) -> list[str]:
     Models that were looked up on the Hub, as nothing here has their name. Transformers' own message names none of them where
     the Hub cannot be reached, and a mistyped path is the usual reason.
     """
-    words = [word for argument in arguments for word in argument.split("=", 1)]
     return [
         f"({option} {name}: there is no such folder here, so it was looked up on the Hub)"
-        for option, name in itertools.pairwise(words)
-        if option in ("--target", "--drafter") and not os.path.exists(name)
+        for option, name in _models(arguments)
+        if not os.path.exists(name)
     ]
+
+
+def _models(arguments: list[str]) -> list[tuple[str, str]]:
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    return [(option, name) for option, name in itertools.pairwise(words) if option in ("--target", "--drafter")]
+
+
+def _check_targets(arguments: list[str]) -> None:
+    """Before anything loads: transformers would ask whether to run a drafter's code, and then miss a tokenizer.
+
+    Raises:
+        `ValueError`: if a drafter's folder stands in the target's place.
+    """
+    for option, name in _models(arguments):
+        config = Path(name, "config.json")
+        if option != "--target" or not config.is_file():
+            continue
+        try:
+            values = json.loads(config.read_text(encoding="utf-8"))
+            is_drafter = values.get("model_type") == "dflash" or "DFlashDraftModel" in (
+                values.get("architectures") or []
+            )
+        except (ValueError, AttributeError):
+            # Whoever reads it for good says what is wrong with it.
+            continue
+        if is_drafter:
+            raise ValueError(f"--target {name} is a DFlash drafter: give the model that it was trained for.")
 
 
 def _version() -> str:

@@ -158,6 +158,25 @@ def test_a_folder_that_is_there_is_not_blamed(command, capsys, tmp_path):
     assert "no such folder" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("config", "is_drafter"),
+    [
+        ('{"model_type": "dflash"}', True),
+        ('{"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}', True),
+        ('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}', False),
+        ("[", False),
+        ("[]", False),
+    ],
+)
+def test_a_drafter_in_the_targets_place_is_refused_before_anything_loads(
+    config, is_drafter, command, capsys, tmp_path
+):
+    command(lambda arguments: 0)
+    (tmp_path / "config.json").write_text(config)
+    assert cli.main(["tokenize", "a.jsonl", "--target", str(tmp_path)]) == 2 * is_drafter
+    assert (f"--target {tmp_path} is a DFlash drafter: give the model" in capsys.readouterr().err) == is_drafter
+
+
 @pytest.mark.parametrize("argv", [["--debug", "tokenize"], ["tokenize", "--debug"]])
 def test_debug_shows_the_traceback(command, argv):
     command(raises(ValueError("row 3 is empty")))

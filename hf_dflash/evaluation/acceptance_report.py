@@ -5,6 +5,7 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ..markdown_table import table_cell
 from .acceptance import acceptance_by_slot
 
 
@@ -121,7 +122,7 @@ class AcceptanceReport:
         for name, s in rows:
             identical = f"{s['num_identical']} / {s['num_compared']}" if s["num_compared"] else "-"
             cells = [
-                name,
+                table_cell(name),
                 str(s["num_prompts"]),
                 show_figure(s["acceptance_length_micro"]),
                 show_figure(s["acceptance_length_macro"]),

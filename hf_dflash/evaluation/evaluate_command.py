@@ -34,8 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     LocalSampling(**{"temperature": 1.0, **sampling})
     if args.output is not None and args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output} is a file: give a folder.")
-    prompts = []
+    prompts, given = [], set()
     for name in args.prompts:
+        source = name if name in PROMPT_SETS else Path(name).resolve()
+        if source in given:
+            raise ValueError(f"--prompts {name} is given twice: each of its prompts would count twice.")
+        given.add(source)
         if name in PROMPT_SETS:
             prompts += load_prompt_set(name, args.limit, args.seed)
         elif not Path(name).is_file():

@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from ..markdown_table import table_cell
 from .portability import find_problems
 
 
@@ -136,6 +137,7 @@ def create_drafter_card(
         vllm_config=json.dumps(vllm_config),
         # Names of folders may hold spaces and quotes.
         shell=shlex.quote,
+        cell=table_cell,
         layer_kinds=_describe_layers(config),
         causality=_describe_causality(config),
         warnings=[str(problem) for problem in find_problems(config)],

@@ -39,3 +39,9 @@ def test_summary_names_both_means_and_splits_them_by_slot_and_domain():
     assert report.summary("b")["acceptance_length_micro"] == 2
     table = report.to_markdown().splitlines()
     assert [line.split(" | ")[0] for line in table[2:5]] == ["| a", "| b", "| all"]
+
+
+def test_a_domain_of_any_name_stays_in_its_cell():
+    report = AcceptanceReport({"block_size": 5}, [make_result([2], domain="a|b\nc"), make_result([2], domain="d")])
+    rows = report.to_markdown().split("\n\n")[0].splitlines()
+    assert len(rows) == 2 + 2 + 1 and rows[2].startswith("| a\\|b c | 1 |")

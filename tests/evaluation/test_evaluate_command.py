@@ -59,6 +59,14 @@ def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, 
     assert f"--drafter {target} is no drafter" in capsys.readouterr().err
 
 
+def test_a_prompt_file_given_twice_does_not_count_twice(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    again = str(tmp_path / "p.jsonl")
+    assert hf_dflash(["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p.jsonl", again]) == 2
+    assert f"--prompts {again} is given twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

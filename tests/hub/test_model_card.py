@@ -173,3 +173,12 @@ def test_metadata_that_cannot_be_read_is_an_error_that_names_the_card(metadata, 
     (tmp_path / "README.md").write_bytes(b"---\n" + metadata + b"\n---\nA drafter.\n")
     with pytest.raises(ValueError, match=r"README\.md.* cannot be read: mend it"):
         read_training_record(tmp_path)
+
+
+def test_names_with_bars_and_line_breaks_stay_in_their_cells(config):
+    record = TrainingRecord(
+        hyperparameters={"optim_args": "a|b\nc"}, acceptance=[AcceptanceFigure("`x|y`\nz", 2.0, "greedy | of 3")]
+    )
+    content = create_drafter_card(config, record=record).content
+    assert "\n| optim_args | a\\|b c |\n" in content
+    assert "\n| `x\\|y` z | 2.00 | greedy \\| of 3 |\n" in content
