@@ -16,6 +16,7 @@ def commit_folder(
     revision: str | None = None,
     path_in_repo: str = "",
     remove_others: bool = False,
+    remove: tuple[str, ...] = (),
 ) -> CommitInfo:
     """
     Uploads a folder in one commit, whatever its size; `upload_folder` may make several, of which the first ones do not load.
@@ -28,6 +29,7 @@ def commit_folder(
         revision (`str`, *optional*): an existing branch; `main` by default.
         path_in_repo (`str`, *optional*): the folder in the repository; its root by default.
         remove_others (`bool`, *optional*, defaults to `False`): deletes what is there and not in `folder`.
+        remove (`tuple[str]`, *optional*, defaults to `()`): files of the repository that are deleted where they are there.
 
     Returns:
         `huggingface_hub.CommitInfo`.
@@ -41,9 +43,10 @@ def commit_folder(
         prefix + path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]
-    if remove_others:
+    if remove_others or remove:
         # `.gitattributes` says which files are large ones.
         there = [name for name in api.list_repo_files(repo_id, revision=revision) if name != ".gitattributes"]
-        gone = [name for name in there if name.startswith(prefix) and name not in files]
+        gone = [name for name in there if (remove_others and name.startswith(prefix)) or name in remove]
+        gone = [name for name in gone if name not in files]
         operations += [CommitOperationDelete(name, is_folder=False) for name in gone]
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision)

@@ -16,6 +16,8 @@ from ..drafter.modeling_dflash import DFlashForSpeculation
 
 
 WEIGHTS_FILE = "model.safetensors"
+# Where they lie beside a drafter, `AutoModel` loads another one with this adapter in its place.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def open_folder(name_or_path: str | Path) -> Path:

@@ -23,6 +23,7 @@ from ..decoding.custom_generate_files import copy_custom_generate
 from ..drafter.configuration_dflash import DFlashConfig, check_target_layer_ids
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from .drafter_files import (
+    ADAPTER_FILES,
     WEIGHTS_FILE,
     check_is_free,
     check_tensors,
@@ -121,7 +122,7 @@ def write_native_form(folder: Path, config: DFlashConfig, tensors: dict) -> None
     Config, bf16 weights, remote code and `custom_generate/`: what `AutoModel` loads, with the package or without it.
 
     Args:
-        folder (`Path`): where to; other files in it stay.
+        folder (`Path`): where to; other files in it stay, but for an adapter of an earlier run.
         config ([`DFlashConfig`]), tensors (`dict[str, torch.Tensor]`): the drafter's, which stay as they are.
     """
     with torch.device("meta"):
@@ -129,6 +130,8 @@ def write_native_form(folder: Path, config: DFlashConfig, tensors: dict) -> None
     drafter.load_state_dict(
         {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in tensors.items()}, assign=True
     )
+    for name in ADAPTER_FILES:
+        (folder / name).unlink(missing_ok=True)
     drafter.save_pretrained(folder)
     copy_custom_generate(folder)
 

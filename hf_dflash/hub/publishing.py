@@ -7,9 +7,11 @@ import tempfile
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
 from .commits import commit_folder
+from .drafter_files import ADAPTER_FILES
 from .layouts import export_drafter, read_native_form, write_native_form
 from .model_card import CURVES_FILE, TrainingRecord, create_drafter_card, read_training_record
 from .portability import SERVING_ENGINES
@@ -53,9 +55,16 @@ def push_to_hub(
         `huggingface_hub.CommitInfo`: of the native form's commit; its `repo_url` is the repository's address.
 
     Raises:
-        `ValueError`, `OSError`: as in [`export_drafter`].
+        `ValueError`, `OSError`: as in [`export_drafter`]; if both forms would have one revision, or `repo_id` is none.
         `huggingface_hub.errors.HfHubHTTPError`: if the Hub refuses.
     """
+    if (revision or "main") == serving_revision:
+        raise ValueError(f"Both forms cannot be the revision {serving_revision!r}: one would replace the other.")
+    api = HfApi(token=token)
+    if "/" not in repo_id:
+        # The short name of one's own: not all of the Hub's addresses know it, nor do the cards' readers.
+        repo_id = f"{api.whoami()['name']}/{repo_id}"
+    validate_repo_id(repo_id)
     folder = Path(folder)
     revision = None if revision == "main" else revision
     record = record if record is not None else read_training_record(folder)
@@ -89,11 +98,10 @@ def push_to_hub(
                 revision=serving_revision,
             )
 
-        api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = commit_folder(api, repo_id, native, commit_message, revision=revision)
+        commit = commit_folder(api, repo_id, native, commit_message, revision=revision, remove=ADAPTER_FILES)
         if serving_revision is not None:
             api.create_branch(repo_id, branch=serving_revision, exist_ok=True)
             # The branch starts as a copy of main: what the serving form does not have must go.

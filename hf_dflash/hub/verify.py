@@ -237,12 +237,18 @@ def _make_probe(model, target, input_ids) -> Probe:
 
 
 def _run_speculators(folder: Path, probe: Probe) -> torch.Tensor:
+    from loguru import logger
     from speculators import SpeculatorModel
     from speculators.models.dflash.config import DFlashSpeculatorConfig
 
     config = DFlashSpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    peer = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    # It tells stderr what it loads, a folder that is gone when the verdicts stand there.
+    logger.disable("speculators")
+    try:
+        peer = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    finally:
+        logger.enable("speculators")
     # The only position that may be an anchor, so the one that it draws.
     loss_mask = torch.zeros(probe.input_ids.shape, dtype=torch.long)
     loss_mask[0, probe.anchor] = 1

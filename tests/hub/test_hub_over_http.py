@@ -16,8 +16,12 @@ from hub_server import HubServer
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load, load_file
+from tiny_drafters import make_drafter
+from tiny_models import make_target
 
+from hf_dflash.hub import publishing
 from hf_dflash.hub.commits import commit_folder
+from hf_dflash.hub.publishing import push_to_hub
 from hf_dflash.training.checkpoint import is_whole
 
 
@@ -395,3 +399,69 @@ def test_a_folder_replaces_what_was_there_in_one_commit_and_touches_nothing_else
     assert hub.files("alice/folders").keys() == {".gitattributes", "new.txt"}
     messages = [commit.message for commit in hub.repositories["alice/folders"].history]
     assert messages == ["initial commit", "first", "first, below", "second", "third"]
+
+
+# ---- By hand ----
+
+
+@pytest.fixture
+def drafter(online, hub, tmp_path, monkeypatch):
+    """What `push_to_hub` takes, in this process."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    target = make_target("qwen3")
+    make_drafter(target).save_pretrained(tmp_path / "drafter")
+    return {
+        "folder": tmp_path / "drafter",
+        "target": target.config,
+        "target_name": "alice/target",
+        "token": TOKEN,
+    }
+
+
+@pytest.mark.parametrize("revisions", [{"revision": "serving"}, {"serving_revision": "main"}])
+def test_one_form_does_not_replace_the_other(revisions, drafter, hub):
+    with pytest.raises(ValueError, match="one would replace the other"):
+        push_to_hub(repo_id="alice/one_revision", **drafter, **revisions)
+    assert "alice/one_revision" not in hub.repositories
+
+
+def test_an_adapter_that_was_published_before_is_not_loaded_in_the_drafters_place(drafter, hub):
+    api = HfApi(endpoint=hub.url, token=TOKEN)
+    api.create_repo("alice/was_adapter")
+    additions = [
+        CommitOperationAdd(n, b"{}") for n in ("adapter_config.json", "adapter_model.safetensors", "mine.txt")
+    ]
+    api.create_commit("alice/was_adapter", additions, commit_message="An adapter")
+    push_to_hub(repo_id="alice/was_adapter", **drafter)
+    assert not [name for name in hub.files("alice/was_adapter") if "adapter" in name]
+    assert "mine.txt" in hub.files("alice/was_adapter")
+
+
+def test_a_short_name_is_that_of_ones_own_repository(drafter, hub):
+    push_to_hub(repo_id="short", **drafter)
+    assert "alice/short" in hub.files("alice/short")["README.md"].data.decode()
+
+
+def test_a_wrong_name_is_refused_before_anything_is_made(drafter, hub):
+    before = set(hub.repositories)
+    for name in ("alice/a b", "alice/x/y", "bob/drafter"):
+        with pytest.raises((ValueError, HfHubHTTPError)):
+            push_to_hub(repo_id=name, **drafter)
+    assert set(hub.repositories) == before
+
+
+def test_a_push_that_was_cut_between_its_forms_is_made_whole_by_the_next_one(drafter, hub, monkeypatch):
+    commit_whole, calls = publishing.commit_folder, []
+
+    def cut(*arguments, **options):
+        calls.append(options)
+        if len(calls) == 2:
+            raise ConnectionError("cut")
+        return commit_whole(*arguments, **options)
+
+    monkeypatch.setattr(publishing, "commit_folder", cut)
+    with pytest.raises(ConnectionError):
+        push_to_hub(repo_id="alice/cut", **drafter)
+    push_to_hub(repo_id="alice/cut", **drafter)
+    kinds = {r: json.loads(hub.files("alice/cut", r)["config.json"].data)["model_type"] for r in ("main", "serving")}
+    assert kinds == {"main": "dflash", "serving": "qwen3"}

@@ -97,14 +97,16 @@ def test_a_peer_that_computes_something_else_is_found_out(target_folder, tmp_pat
 @pytest.mark.parametrize(
     "chat_template", [None, "{% for message in messages %}w3 {{ message.content }}{% endfor %} w4"]
 )
-def test_the_command_prints_a_line_for_each_engine(chat_template, target_folder, tmp_path, capsys):
+def test_the_command_prints_a_line_for_each_engine(chat_template, target_folder, tmp_path, capfd):
     save_drafter(target_folder, tmp_path / "native")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, chat_template=chat_template).save_pretrained(target_folder)
     arguments = ["--target", str(target_folder), "--prompt", "w7 w11", "--max_new_tokens", "6", "--dtype", "float32"]
     assert main(["verify", str(tmp_path / "native"), *arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capfd.readouterr()
+    assert "| INFO" not in printed.err, "of speculators"
+    lines = printed.out.splitlines()
     assert sorted(line.split("  ")[0] for line in lines) == sorted(ENGINES)
     assert "1 prompts decoded as the target alone does" in next(
         line for line in lines if line.startswith("transformers")

@@ -63,6 +63,20 @@ def test_what_is_saved_is_the_adapter_which_loads_on_the_drafter(base, tmp_path)
     assert type(DFlashForSpeculation.from_pretrained(tmp_path / "merged")) is DFlashForSpeculation
 
 
+def test_a_drafter_that_is_saved_where_an_adapter_was_is_what_loads(base, tmp_path):
+    make_trainer(tmp_path / "run", drafter=base, peft_config=lora(), max_steps=1).save_model()
+    assert (tmp_path / "run" / "adapter_config.json").exists()
+    trainer = make_trainer(tmp_path / "run", max_steps=1)
+    with torch.no_grad():
+        trainer.model.fc.weight.fill_(0.5)
+    trainer.save_model()
+    loaded = DFlashForSpeculation.from_pretrained(tmp_path / "run")
+    assert_same(
+        dict(loaded.state_dict()),
+        {name: value.to(loaded.dtype) for name, value in trainer.model.to(torch.bfloat16).state_dict().items()},
+    )
+
+
 def test_a_resumed_adapter_is_bit_equal_dropout_included(base, tmp_path):
     def trainer(folder, **options):
         drafter = DFlashForSpeculation.from_pretrained(tmp_path / "base", dtype=torch.float32)
