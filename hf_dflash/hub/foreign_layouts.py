@@ -16,6 +16,7 @@ from transformers import AutoConfig, Qwen3Config
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
 from .drafter_files import check_tensors, open_folder, read_config, read_tensors
+from .target_copies import check_target_copies
 
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,10 @@ def read_foreign_drafter(source: str | Path, *, target: str | None = None) -> DF
             "the target's own embedding row."
         )
     config = read_foreign_config(config_dict, source=str(source), target=target)
-    tensors = strip_foreign_weights(read_tensors(folder), source=str(source))
+    tensors = read_tensors(folder)
+    if target is not None:
+        check_target_copies(tensors, target, config.mask_token_id, str(source))
+    tensors = strip_foreign_weights(tensors, source=str(source))
     check_tensors(tensors, config)
 
     # Some trainers keep norms in fp32 beside matrices in bf16: the wider one holds both exactly.

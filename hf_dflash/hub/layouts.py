@@ -256,7 +256,7 @@ def import_drafter(source: str | Path, output_dir: str | Path, *, target: str | 
 
     Raises:
         `ValueError`: if the source is another kind of drafter, has a feature that [`DFlashForSpeculation`] does not have, or
-            lacks a tensor; if it is not for `target`.
+            lacks a tensor; if it is not for `target`, or holds another embedding or head than that has.
         `FileExistsError`: if `output_dir` holds files.
         `OSError`: if the source cannot be read.
     """
