@@ -30,29 +30,33 @@ def processes():
 
 @pytest.fixture(scope="module")
 def undisturbed(processes, tmp_path_factory):
-    """The state at the end, and how long it took from the first step."""
+    """The state at the end."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    began = processes.Event()
-    process = processes.Process(target=killable_run.run, args=(str(folder), began))
+    process = processes.Process(target=killable_run.run, args=(str(folder),))
     process.start()
-    assert began.wait(120)
-    start = time.monotonic()
     process.join()
     assert process.exitcode == 0
-    return torch.load(folder / "state.pt", weights_only=False), time.monotonic() - start
+    return torch.load(folder / "state.pt", weights_only=False)
+
+
+def last_step(folder: Path) -> int:
+    return int((find_last_checkpoint(folder) or "-0").rpartition("-")[2])
 
 
 def kill_and_resume(processes, undisturbed, folder: Path, kills: int, seed: int) -> None:
-    state, seconds = undisturbed
     draw = random.Random(seed)
+    steps_between = undisturbed["step"] / kills
     killed = 0
     for _ in range(kills):
         began = processes.Event()
+        # Counted in steps, not seconds, of which a busy machine takes now more, now fewer.
+        step = last_step(folder) + int(draw.uniform(0, steps_between))
         process = processes.Process(target=killable_run.run, args=(str(folder), began))
         process.start()
         assert began.wait(120)
-        # A part of what the whole run takes, so that most runs are killed, and each gets on.
-        time.sleep(draw.uniform(0, seconds / 4))
+        while last_step(folder) < step and process.is_alive():
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.1))
         process.kill()
         process.join()
         killed += process.exitcode == -signal.SIGKILL
@@ -61,7 +65,7 @@ def kill_and_resume(processes, undisturbed, folder: Path, kills: int, seed: int)
     process.start()
     process.join()
     assert process.exitcode == 0
-    assert_same(torch.load(folder / "state.pt", weights_only=False), state)
+    assert_same(torch.load(folder / "state.pt", weights_only=False), undisturbed)
     # What the kills left half-written is gone.
     assert len(list_checkpoints(folder)) == 2
 
