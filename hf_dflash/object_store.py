@@ -285,6 +285,9 @@ class ObjectStore:
 
         Returns:
             `int`: the number of files that were uploaded.
+
+        Raises:
+            `OSError`: with `last`, if another process has written there meanwhile; then the objects in `last` are empty.
         """
         folder = Path(folder)
         names = sorted(
@@ -309,7 +312,17 @@ class ObjectStore:
                 self.write(there, b"")
         with ThreadPoolExecutor(self.concurrency) as pool:
             count = sum(pool.map(upload, [name for name in names if name not in last]))
-        return count + sum(upload(name) for name in last if name in names)
+            count += sum(upload(name) for name in last if name in names)
+            if last and count and not self.dry_run:
+                # Of two that upload here at once, the one that looks last sees files of both.
+                theirs = pool.map(lambda name: not self._is_stored(folder / name, f"{uri.rstrip('/')}/{name}"), names)
+                if any(theirs):
+                    for name in last:
+                        self.write(f"{uri.rstrip('/')}/{name}", b"")
+                    raise OSError(
+                        f"Another process uploads to {uri} at the same time: give each run a prefix of its own."
+                    )
+        return count
 
     # ---- the latest of several folders
 

@@ -67,6 +67,27 @@ def test_the_last_file_is_uploaded_when_all_others_are_there(store, tmp_path):
     assert order[-1] == "manifest.json"
 
 
+def test_what_two_processes_have_mixed_does_not_look_whole_and_the_next_upload_mends_it(store, tmp_path):
+    for writer in ("ours", "theirs"):
+        (tmp_path / writer).mkdir()
+        for name in ("a.bin", "b.bin", "marker.json"):
+            (tmp_path / writer / name).write_text(f"{name} {writer}")
+    uri, last = "s3://bucket/shared", ("marker.json",)
+    began = []
+
+    def let_them_in(name):
+        if not began:
+            began.append(name)
+            ObjectStore().upload_folder(tmp_path / "theirs", uri, last=last)
+
+    store.concurrency = 1
+    with pytest.raises(OSError, match="Another process uploads to s3://bucket/shared"):
+        store.upload_folder(tmp_path / "ours", uri, last=last, on_file=let_them_in)
+    assert store.read(f"{uri}/marker.json") == b""
+    assert store.upload_folder(tmp_path / "ours", uri, last=last) > 0
+    assert all(store.read(f"{uri}/{name}") == f"{name} ours".encode() for name in ("a.bin", "b.bin", "marker.json"))
+
+
 def test_a_large_file_goes_in_parts_and_is_checked(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "MULTIPART_BYTES", 5 * 2**20)
     store = ObjectStore()
