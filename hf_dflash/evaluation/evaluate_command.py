@@ -13,7 +13,7 @@ import transformers
 from ..command_line import CommandParser, at_least_one, available_device
 from ..data.local_generation import LocalSampling
 from ..drafter.configuration_dflash import DFlashConfig
-from ..hub.drafter_files import read_native_drafter
+from ..hub.drafter_files import open_folder, read_config, read_native_drafter
 from .benchmark import MAX_NEW_TOKENS, OURS_ONLY, measure_acceptance
 from .prompt_sets import PROMPT_SETS, load_prompt_set
 from .prompts import load_prompts
@@ -47,8 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             prompts += load_prompts(name, args.limit)
 
-    # Importing the package registers the drafter's classes.
-    model_type = transformers.AutoConfig.from_pretrained(args.drafter).model_type
+    model_type = read_config(open_folder(args.drafter)).get("model_type")
     if model_type != DFlashConfig.model_type:
         raise ValueError(
             f"--drafter {args.drafter} is no drafter in hf_dflash's own layout (its `model_type` is {model_type!r}): give the "
