@@ -37,34 +37,73 @@ def open_folder(name_or_path: str | Path) -> Path:
 
 
 def read_config(folder: Path) -> dict:
-    """The parsed `config.json` of a folder.
+    """The parsed `config.json` of a folder; of an adapter's, that of the drafter it was trained on.
 
     Raises:
         `FileNotFoundError`: if there is none.
-        `ValueError`: if it is no JSON object.
+        `ValueError`: if it is no JSON object, or there is a drafter and an adapter.
+        `OSError`: if the drafter below an adapter cannot be read.
     """
+    if is_adapter(folder):
+        return read_config(_open_base(folder))
     path = folder / "config.json"
     if not path.exists():
-        adapter = (
-            " It holds a PEFT adapter: merge it first (`merge_and_unload`)."
-            * (folder / "adapter_config.json").exists()
-        )
-        raise FileNotFoundError(f"{folder} has no config.json.{adapter}")
+        raise FileNotFoundError(f"{folder} has no config.json.")
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object but a {type(config).__name__}.")
-    return config
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object but a {type(content).__name__}.")
+    return content
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a PEFT adapter instead of a drafter.
+
+    Raises:
+        `ValueError`: if it holds both.
+    """
+    if not (folder / ADAPTER_FILES[0]).exists():
+        return False
+    if (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder} holds a drafter and a PEFT adapter, and loaders differ in what they make of it: move one of them ({', '.join(ADAPTER_FILES)}) elsewhere."
+        )
+    return True
+
+
+def _open_base(folder: Path) -> Path:
+    """The folder of the drafter that an adapter was trained on."""
+    base = _read_object(folder / ADAPTER_FILES[0]).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{folder / ADAPTER_FILES[0]} does not name the drafter below the adapter (`base_model_name_or_path`)."
+        )
+    try:
+        return open_folder(base)
+    except OSError as error:
+        raise OSError(
+            f"{folder} holds an adapter for the drafter {base}, which cannot be read: put its folder or Hub id into "
+            f"{ADAPTER_FILES[0]} (`base_model_name_or_path`). {error}"
+        ) from error
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors files, sharded or not. Of a folder that holds both, the single file, as in transformers.
+    """All tensors of a folder's safetensors files, sharded or not. Of a folder that holds both, the single file, as in transformers;
+    of an adapter's folder, those of the drafter that it makes, in fp32.
 
     Raises:
         `FileNotFoundError`: if there are none, or the index names a shard that is missing.
+        `ImportError`: if peft is needed and missing, saying what to install.
     """
+    if is_adapter(folder):
+        base = read_native_drafter(_open_base(folder))
+        return dict(import_peft().PeftModel.from_pretrained(base, str(folder)).merge_and_unload().state_dict())
     index = folder / f"{WEIGHTS_FILE}.index.json"
     if index.exists() and not (folder / WEIGHTS_FILE).exists():
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -132,6 +171,18 @@ def read_native_drafter(name_or_path: str | Path) -> DFlashForSpeculation:
     model.load_state_dict(tensors)
     model.config._name_or_path = model.name_or_path = str(name_or_path)
     return model.eval()
+
+
+def import_peft():
+    """
+    Raises:
+        `ImportError`: if peft is missing, saying what to install.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("Adapters need peft: `pip install hf-dflash[peft]`.") from error
+    return peft
 
 
 def _shorten(names: list[str]) -> str:

@@ -4,6 +4,8 @@
 
 from transformers import PreTrainedModel, set_seed
 
+from ..hub.drafter_files import import_peft
+
 
 def add_adapter(drafter: PreTrainedModel, peft_config, seed: int):
     """Freezes a drafter and puts a new adapter on it, the same on every rank.
@@ -20,7 +22,7 @@ def add_adapter(drafter: PreTrainedModel, peft_config, seed: int):
         `ImportError`: if peft is missing, saying what to install.
         `ValueError`: if the drafter has an adapter already.
     """
-    peft = _import_peft()
+    peft = import_peft()
     if isinstance(drafter, peft.PeftModel):
         raise ValueError("The drafter has an adapter already: pass either that or `peft_config`.")
     set_seed(seed)
@@ -29,7 +31,7 @@ def add_adapter(drafter: PreTrainedModel, peft_config, seed: int):
 
 def make_lora_config(rank: int):
     """LoRA on every matrix of the drafter."""
-    return _import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
 def apply_target_adapter(target: PreTrainedModel, adapter: str, merge: bool) -> PreTrainedModel:
@@ -47,7 +49,7 @@ def apply_target_adapter(target: PreTrainedModel, adapter: str, merge: bool) -> 
         `ImportError`: if peft is missing.
         `ValueError`: if an adapter that is not merged changes embedding or head, which the drafter borrows.
     """
-    peft = _import_peft()
+    peft = import_peft()
     adapted = peft.PeftModel.from_pretrained(target, adapter)
     if merge:
         return adapted.merge_and_unload()
@@ -59,11 +61,3 @@ def apply_target_adapter(target: PreTrainedModel, adapter: str, merge: bool) -> 
                 "(`--merge_target_adapter true`)."
             )
     return model
-
-
-def _import_peft():
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("Adapters need peft: `pip install hf-dflash[peft]`.") from error
-    return peft

@@ -2,13 +2,11 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """Where a drafter starts from: any drafter, or layers of its own target."""
 
-import os
-
 import torch
 from torch import nn
 
 from ..drafter.modeling_dflash import DFlashForSpeculation
-from ..hub.drafter_files import read_native_drafter
+from ..hub.drafter_files import open_folder, read_config, read_native_drafter
 from ..hub.foreign_layouts import read_foreign_drafter
 
 
@@ -19,7 +17,8 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "se
 
 
 def load_drafter(name_or_path: str, target: str | None = None) -> DFlashForSpeculation:
-    """A drafter to go on from: ours, or in a layout that `hf-dflash import` reads. In fp32: bf16 masters lose small updates.
+    """A drafter to go on from: ours (an adapter on one is merged), or in a layout that `hf-dflash import` reads. In fp32: bf16
+    masters lose small updates.
 
     Args:
         name_or_path (`str`): Hub id or folder.
@@ -28,10 +27,7 @@ def load_drafter(name_or_path: str, target: str | None = None) -> DFlashForSpecu
     Raises:
         `ValueError`: if it is no drafter that can be read, or not a whole one.
     """
-    from transformers import PretrainedConfig
-
-    config, _ = PretrainedConfig.get_config_dict(name_or_path)
-    if config.get("model_type") == "dflash" and not os.path.isfile(os.path.join(name_or_path, "adapter_config.json")):
+    if read_config(open_folder(name_or_path)).get("model_type") == "dflash":
         return read_native_drafter(name_or_path)
     return read_foreign_drafter(name_or_path, target=target).float()
 

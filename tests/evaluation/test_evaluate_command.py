@@ -59,14 +59,6 @@ def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, 
     assert f"--drafter {target} is no drafter" in capsys.readouterr().err
 
 
-def test_an_adapter_in_the_drafters_place_is_called_one(tmp_path, capsys):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    arguments = ["--target", "t", "--drafter", str(tmp_path), "--prompts", str(tmp_path / "p.jsonl")]
-    assert hf_dflash(["evaluate", *arguments]) == 2
-    assert "It holds a PEFT adapter: merge it first" in capsys.readouterr().err
-
-
 def test_a_prompt_file_given_twice_does_not_count_twice(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')

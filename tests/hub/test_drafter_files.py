@@ -45,3 +45,39 @@ def test_a_drafter_that_is_not_whole_is_neither_measured_nor_gone_on_from(saved,
     options = ["--target", str(tmp_path / "target"), "--prompts", str(tmp_path / "prompts.jsonl")]
     assert hf_dflash(["evaluate", "--drafter", str(folder), *options]) == 2
     assert "fc.weight" in capsys.readouterr().err
+
+
+@pytest.fixture
+def adapter(saved, tmp_path):
+    """An adapter on the saved drafter, and the drafter that it makes."""
+    peft = pytest.importorskip("peft")
+    drafter = read_native_drafter(saved[1])
+    torch.manual_seed(0)
+    model = peft.get_peft_model(drafter, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", model.merge_and_unload()
+
+
+def test_commands_read_the_drafter_that_an_adapter_makes(adapter, saved, tmp_path):
+    folder, merged = adapter
+    read = load_drafter(str(folder))
+    assert type(read) is type(merged) and read.config.block_size == saved[0].config.block_size
+    assert all(torch.equal(tensor, merged.state_dict()[name]) for name, tensor in read.state_dict().items())
+    options = ["--target", str(tmp_path / "target"), "--target-name", "org/target"]
+    assert hf_dflash(["export", str(folder), str(tmp_path / "serving"), *options]) == 0
+    served = load_file(tmp_path / "serving" / "model.safetensors")
+    assert torch.equal(served["fc.weight"], merged.fc.weight.to(served["fc.weight"].dtype))
+
+
+def test_an_adapter_whose_drafter_is_gone_says_which_and_where_to_put_another(adapter, saved, tmp_path):
+    saved[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        OSError, match=r"adapter for the drafter .*drafter, which cannot be read: put .*base_model_name_or_path"
+    ):
+        read_native_drafter(adapter[0])
+
+
+def test_a_folder_with_a_drafter_and_an_adapter_is_neither(adapter, saved):
+    (adapter[0] / "adapter_config.json").rename(saved[1] / "adapter_config.json")
+    with pytest.raises(ValueError, match="holds a drafter and a PEFT adapter"):
+        load_drafter(str(saved[1]))
