@@ -146,7 +146,7 @@ def describe_evaluation(figures: dict[str, float]) -> str:
         for name, value in figures.items()
         if name != "epoch"
         and "_slot_" not in name
-        and not name.endswith(("_runtime", "_per_second"))
+        and not name.endswith(("_preparation_time", "_runtime", "_per_second"))
         and isinstance(value, int | float)
     ]
     kind = "held-out" if any(name.startswith("eval_") for name in figures) else "decoded"

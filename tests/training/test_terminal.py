@@ -81,6 +81,7 @@ def test_an_evaluation_is_one_line_without_slots_and_runtimes():
         "eval_loss": 2.0,
         "eval_accuracy_slot_1": 0.5,
         "eval_runtime": 3.0,
+        "eval_model_preparation_time": 0.0004,
         "eval_steps_per_second": 1.0,
         "epoch": 1.0,
     }
