@@ -4,8 +4,8 @@
 
 `dflash_checkpoint.json` is written into a checkpoint after everything else has reached the disk. It lists the files, and
 holds the contract (resume_contract.py) under which the run may go on, and names the checkpoints of later steps that the run
-left behind by going back to an earlier one. A folder without it, with an empty one, or with a file
-missing or shorter than listed, was being written or copied when its machine died.
+left behind by going back to an earlier one. A folder without it, with an empty one, or with a file missing or shorter than
+listed, was being written or copied when its machine died.
 """
 
 import json
@@ -44,10 +44,9 @@ def mark_whole(folder: str | os.PathLike, contract: dict) -> None:
             sizes[name] = None if name == TRAINER_STATE else path.stat().st_size
     # The same step may be saved twice, by a run that went on from before it: copies tell both saves apart by their number.
     content = {"contract": contract, "files": sizes, "save": uuid.uuid4().hex}
-    siblings = list_checkpoints(folder.parent)
-    later = [_read(path).get("save") for path in siblings if _step(path) > _step(folder)]
-    if left_behind := [save for save in later if save is not None]:
-        content["left_behind"] = left_behind
+    later = [path for path in list_checkpoints(folder.parent) if _step(path) > _step(folder)]
+    if later:
+        content["left_behind"] = [_identity(path) for path in later]
     write_json(folder / CHECKPOINT_FILE, content)
 
 
@@ -57,6 +56,11 @@ def _read(folder: Path) -> dict:
         return json.loads((folder / CHECKPOINT_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
+
+
+def _identity(folder: Path) -> str:
+    """Of this save of a checkpoint; those of earlier releases have no number, only their name."""
+    return _read(folder).get("save", folder.name)
 
 
 def is_whole(folder: str | os.PathLike) -> bool:
@@ -105,10 +109,8 @@ def find_last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The whole checkpoint of the highest step, `None` if there is none. Those that a run left behind when it went back to
     an earlier one do not count once it has saved again."""
     whole = [path for path in list_checkpoints(output_dir) if is_whole(path)]
-    contents = [_read(path) for path in whole]
-    left_behind = {save for content in contents for save in content.get("left_behind", ())}
-    kept = [str(path) for path, content in zip(whole, contents, strict=True) if content.get("save") not in left_behind]
-    return kept[-1] if kept else None
+    left_behind = {identity for path in whole for identity in _read(path).get("left_behind", ())}
+    return next((str(path) for path in reversed(whole) if _identity(path) not in left_behind), None)
 
 
 def rotate_checkpoints(saved: str | os.PathLike, limit: int | None, best: str | None) -> None:
