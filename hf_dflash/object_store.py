@@ -315,8 +315,7 @@ class ObjectStore:
             count += sum(upload(name) for name in last if name in names)
             if last and count and not self.dry_run:
                 # Of two that upload here at once, the one that looks last sees files of both.
-                theirs = pool.map(lambda name: not self._is_stored(folder / name, f"{uri.rstrip('/')}/{name}"), names)
-                if any(theirs):
+                if any(pool.map(lambda name: self._is_another(folder / name, f"{uri.rstrip('/')}/{name}"), names)):
                     for name in last:
                         self.write(f"{uri.rstrip('/')}/{name}", b"")
                     raise OSError(
@@ -360,6 +359,14 @@ class ObjectStore:
         if head is None or head["ContentLength"] != path.stat().st_size:
             return False
         return head["Metadata"].get(_DIGEST_KEY) == _digest_of_file(path)
+
+    def _is_another(self, path: Path, uri: str) -> bool:
+        """Whether what was uploaded from the file is gone. Not every service keeps the digest."""
+        head = self._head(uri)
+        if head is None or head["ContentLength"] != path.stat().st_size:
+            return True
+        stored = head["Metadata"].get(_DIGEST_KEY)
+        return stored is not None and stored != _digest_of_file(path)
 
 
 def _digest_of_file(path: Path) -> str:

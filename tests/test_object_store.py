@@ -88,6 +88,15 @@ def test_what_two_processes_have_mixed_does_not_look_whole_and_the_next_upload_m
     assert all(store.read(f"{uri}/{name}") == f"{name} ours".encode() for name in ("a.bin", "b.bin", "marker.json"))
 
 
+def test_a_service_that_keeps_no_digests_is_not_taken_for_another_process(store, tmp_path, monkeypatch):
+    for name in ("a.bin", "marker.json"):
+        (tmp_path / name).write_text(name)
+    head = store._client.head_object
+    monkeypatch.setattr(store._client, "head_object", lambda **request: {**head(**request), "Metadata": {}})
+    assert store.upload_folder(tmp_path, "s3://bucket/no_digests", last=("marker.json",)) == 2
+    assert store.read("s3://bucket/no_digests/marker.json") == b"marker.json"
+
+
 def test_a_large_file_goes_in_parts_and_is_checked(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "MULTIPART_BYTES", 5 * 2**20)
     store = ObjectStore()
