@@ -97,7 +97,7 @@ class TerminalCallback(TrainerCallback):
         has_ended = state.global_step >= state.max_steps
         verb = "Trained" if has_ended else "Stopped after"
         done = f"{verb} {steps:,} step{'' if steps == 1 else 's'} in {format_duration(seconds)}, at step"
-        if has_ended and not steps:
+        if has_ended and 0 < self._first_step == state.global_step:
             done = "The run had ended before, at step"
         parts = [f"{done} {state.global_step:,} of {state.max_steps:,}"]
         parts += describe_figures(self._figures)

@@ -102,3 +102,8 @@ def test_a_run_that_has_ended_says_so_when_it_is_started_again(tmp_path, capsys)
     make_trainer(tmp_path, **options).train()
     make_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
     assert capsys.readouterr().out.splitlines()[-1].startswith("The run had ended before, at step 2 of 2")
+
+
+def test_a_run_of_no_epochs_does_not_say_that_it_had_ended_before(tmp_path, capsys):
+    make_trainer(tmp_path, num_train_epochs=0).train()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Trained 0 steps in ")
