@@ -3,6 +3,7 @@
 """Whole training runs that take a second: random documents, a random target, a random drafter."""
 
 import logging
+import math
 import random
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from tiny_drafters import make_drafter, make_rows
 from tiny_models import make_target
 from transformers import TrainerCallback
 
-from hf_dflash import DFlashTrainer, DFlashTrainingArguments
+from hf_dflash import DFlashTrainer, DFlashTrainingArguments, FrozenTarget
 
 
 # What a log line says about the machine, or about one call of `train`, not about the run.
@@ -143,3 +144,20 @@ def relative_difference(gradients: dict, reference: dict) -> float:
     """max |difference| / max |g|, over all tensors together."""
     largest = max(float(g.abs().max()) for g in reference.values())
     return max(float((gradients[name] - reference[name]).abs().max()) for name in reference) / largest
+
+
+class BrokenTarget(FrozenTarget):
+    """Features of one document (those that start with `first_token`) are not finite, or zero, from its second token on."""
+
+    first_token, value = None, None
+
+    def __call__(self, input_ids, lengths, label_positions=None, **options):
+        features = super().__call__(input_ids, lengths, label_positions, **options)
+        starts = lengths.cumsum(0) - lengths
+        for row, start, length in zip(input_ids, starts.tolist(), lengths.tolist(), strict=True):
+            if int(row[0]) == self.first_token:
+                features.context_hidden_states[start + 1 : start + length, 3] = self.value
+                if features.label_hidden_states is not None and not math.isfinite(self.value):
+                    own = (label_positions >= start) & (label_positions < start + length)
+                    features.label_hidden_states[own] = self.value
+        return features
