@@ -170,9 +170,12 @@ class AlertWatch:
         if "loss" not in figures:
             return {}
         steps, skipped = figures.get("skipped_nonfinite_steps", 0), figures.get("skipped_nonfinite_blocks", 0)
-        loss = f"{steps:.0f} steps were passed over: loss or gradients are not finite." if steps else None
+        loss = None if math.isfinite(figures["loss"]) else f"The loss is {figures['loss']}."
+        if steps:
+            # Without any other step there is no loss.
+            loss = f"{steps:.0f} steps were passed over: loss or gradients are not finite."
         return {
-            "loss": loss if math.isfinite(figures["loss"]) else f"The loss is {figures['loss']}.",
+            "loss": loss,
             "skipped_blocks": f"{skipped:.0f} blocks were left out: their features are not finite."
             if skipped
             else None,

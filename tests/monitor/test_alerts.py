@@ -54,6 +54,11 @@ def test_what_training_left_out_as_not_finite_is_told(figures, name):
     assert watch_of({"loss": 1.0, **figures}, {"loss": 1.0}) == [[name], [f"-{name}"]]
 
 
+def test_a_window_of_nothing_but_lost_steps_is_told_as_such_not_as_a_loss_that_is_nan():
+    (change,) = AlertWatch(LIMITS).observe({"loss": math.nan, "skipped_nonfinite_steps": 2})
+    assert change.message.startswith("2 steps were passed over")
+
+
 def test_a_gradient_norm_is_compared_with_the_usual_one_once_that_is_known():
     usual = [{"grad_norm": 1.0}] * 19
     assert watch_of(*usual, {"grad_norm": 50.0})[-1] == []
