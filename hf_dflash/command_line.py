@@ -33,7 +33,10 @@ class CommandParser(argparse.ArgumentParser):
 
 def at_least_one(text: str) -> int:
     """The type of an option that counts something of which none is no use."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a whole number, but is {text!r}") from error
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
     return number

@@ -49,6 +49,7 @@ def test_an_unknown_option_is_named_as_it_was_typed(parser, capsys):
         (["--device", "cuda:99"], "argument --device: there is no cuda:99 here: torch sees"),
         (["--device", "gpu"], "argument --device: 'gpu' is no device"),
         (["--limit", "0"], "argument --limit: must be at least 1, but is 0"),
+        (["--limit", "many"], "argument --limit: must be a whole number, but is 'many'"),
         (["--limit", "-2"], "argument --limit: must be at least 1, but is -2"),
     ],
 )
