@@ -22,11 +22,14 @@ from .prompts import load_prompts
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash evaluate`."""
     args = _parser().parse_args(argv)
+    if args.temperature == 0 and not args.do_sample:
+        # Other tools ask for greedy decoding so.
+        args.temperature = None
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     ours = {name: getattr(args, name) for name in OURS_ONLY if getattr(args, name)}
-    for name in [*sampling, "sample_drafts"]:
-        if not args.do_sample and getattr(args, name) not in (None, False):
+    if not args.do_sample:
+        for name in [*sampling, *(ours.keys() & {"sample_drafts"})]:
             raise ValueError(f"--{name} changes nothing when decoding is greedy: add --do-sample.")
     if args.temperature == 0:
         raise ValueError("--temperature 0 is greedy decoding: leave out --do-sample and what belongs to it.")
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         given.add(source)
         if name in PROMPT_SETS:
             prompts += load_prompt_set(name, args.limit, args.seed)
-        elif not Path(name).is_file():
+        elif Path(name).is_dir() or not Path(name).exists():
             raise ValueError(f"--prompts {name} is neither a file here nor one of the sets {', '.join(PROMPT_SETS)}.")
         else:
             prompts += load_prompts(name, args.limit)

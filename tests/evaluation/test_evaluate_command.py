@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import inspect
 import json
+import os
 import sys
 
 import pytest
@@ -71,6 +72,7 @@ def test_a_prompt_file_given_twice_does_not_count_twice(tmp_path, capsys, monkey
     ("options", "message"),
     [
         ("--temperature 0.5", "--temperature changes nothing when decoding is greedy: add --do-sample"),
+        ("--temperature 0 --top-k 0", "--top_k changes nothing when decoding is greedy: add --do-sample"),
         ("--sample-drafts", "--sample_drafts changes nothing when decoding is greedy: add --do-sample"),
         ("--do-sample --temperature 0", "leave out --do-sample"),
         ("--do-sample --top-p 2", "top_p must be in (0, 1], but is 2.0"),
@@ -86,6 +88,22 @@ def test_options_that_would_do_nothing_or_fail_late_are_refused_before_anything_
     options = options.format(file=tmp_path / "file").split()
     assert hf_dflash(["evaluate", "--target", "t", "--drafter", "d", "--prompts", "gsm9k", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_temperature_0_is_greedy_and_prompts_may_come_from_a_pipe(tokenizer, tmp_path):
+    target = make_target("qwen3")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter(target, block_size=4).save_pretrained(tmp_path / "drafter")
+    read, write = os.pipe()
+    os.write(write, b'{"prompt": "w9"}\n')
+    os.close(write)
+    options = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--max-new-tokens", "4"]
+    options += ["--prompts", f"/dev/fd/{read}", "--temperature", "0", "--device", "cpu", "--output", str(tmp_path)]
+    assert hf_dflash(["evaluate", *options]) == 0
+    os.close(read)
+    settings = json.loads((tmp_path / "acceptance.json").read_text())["settings"]
+    assert settings["do_sample"] is False and "temperature" not in settings
 
 
 @pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--tree-budget"])
