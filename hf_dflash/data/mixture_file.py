@@ -152,7 +152,7 @@ def load_mixture(path: str | os.PathLike) -> Mixture:
         `ValueError`: no YAML, an unknown key, or a value that makes no sense; the message names it.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = _without_empty_keys(yaml.safe_load(Path(path).read_text()))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
@@ -164,10 +164,17 @@ def load_mixture(path: str | os.PathLike) -> Mixture:
         known = get_type_hints(MixtureSource) | {"filters": dict}
         _check_entry(entry, known, where, ("mapping", "name", "path"))
         entry["filters"] = _read_filters(entry.get("filters"), where)
-        sources.append(MixtureSource(**{key: value for key, value in entry.items() if value is not None}))
+        sources.append(MixtureSource(**entry))
     content["sources"] = sources
     content["filters"] = _read_filters(content.get("filters"), str(path)) or PromptFilters()
     return Mixture(**content)
+
+
+def _without_empty_keys(content: Any) -> Any:
+    """`key:` with nothing behind it is a key that was left out."""
+    if isinstance(content, dict):
+        return {key: _without_empty_keys(value) for key, value in content.items() if value is not None}
+    return [_without_empty_keys(item) for item in content] if isinstance(content, list) else content
 
 
 def _read_filters(entry: dict | None, where: str) -> PromptFilters | None:
@@ -184,7 +191,7 @@ def _check_entry(entry: Any, known: dict[str, Any], where: str, needed: tuple[st
     if unknown := entry.keys() - known.keys():
         raise ValueError(f"{where}: there is no {min(map(str, unknown))!r}; the keys are {', '.join(sorted(known))}.")
     for name, value in entry.items():
-        if value is not None and not _is_of(value, known[name]):
+        if not _is_of(value, known[name]):
             raise ValueError(f"{where}: {name} is {value!r}, but must be {_name_of(known[name])}.")
     for name in needed:
         if entry.get(name) in (None, "", []):

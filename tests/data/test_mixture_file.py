@@ -57,6 +57,14 @@ def test_what_would_remove_nothing_or_everything_is_refused(tmp_path, text, mess
         write_mixture(tmp_path, f"{text}\nsources: [{{name: a, path: x, mapping: {{prompt: y}}}}]")
 
 
+def test_a_key_with_nothing_behind_it_is_one_that_was_left_out(tmp_path):
+    sources = "sources: [{name: a, path: x, mapping: {prompt: y}}]"
+    empty = "near_duplicates: {words: }\nevaluation_prompts: {path: x, words: }\nfilters: {languages: }\nseed:\n"
+    empty += sources.replace("prompt: y", "prompt: y, system: ").replace("path: x", "path: x, split: , filters: ")
+    left_out = f"near_duplicates: {{}}\nevaluation_prompts: {{path: x}}\n{sources}"
+    assert write_mixture(tmp_path, empty) == write_mixture(tmp_path, left_out)
+
+
 def test_rows_of_weighted_sources_add_up_to_those_of_the_mixture(tmp_path):
     for weights in ((1, 1, 1), (0.1, 3, 0.7), (2, 1, 1)):
         entries = ", ".join(
