@@ -132,7 +132,7 @@ class DFlashConfig(PretrainedConfig):
             "num_key_value_heads",
             "head_dim",
         ):
-            if getattr(self, name) < 1:
+            if (getattr(self, name) or 0) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least 1.")
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` is {self.head_dim}: a rotary embedding turns pairs, so it must be even.")

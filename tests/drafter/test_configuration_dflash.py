@@ -241,6 +241,7 @@ def test_a_full_vocabulary_without_an_unused_token_is_an_error_that_says_what_to
     [
         ({"block_size": 1}, "block_size"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "multiple of `num_key_value_heads`"),
+        ({"head_dim": None}, "`head_dim` is None: it must be at least 1"),
         ({"num_hidden_layers": 2, "layer_types": ["full_attention"]}, "layer_types"),
         ({"num_hidden_layers": 1, "layer_types": ["linear_attention"]}, "linear_attention"),
         ({"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, "sliding_window"),
