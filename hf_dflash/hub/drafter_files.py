@@ -29,8 +29,13 @@ def open_folder(name_or_path: str | Path) -> Path:
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
     try:
+        # A pattern's `*` stands for slashes too: not the checkpoints of the run that lie in folders of the repository.
         return Path(
-            snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors", "*.pt", "README.md"])
+            snapshot_download(
+                str(name_or_path),
+                allow_patterns=["*.json", "*.safetensors", "*.pt", "README.md"],
+                ignore_patterns="*/*",
+            )
         )
     except Exception as error:
         raise OSError(f"{name_or_path} is neither a folder nor a Hub repository that can be read: {error}") from error
@@ -204,13 +209,12 @@ class complete_or_absent:
     """A folder to write in, which takes its final name only if everything went well."""
 
     def __init__(self, output_dir: Path):
-        self.output_dir = output_dir
+        # Where a link leads, for a folder does not take the place of a link.
+        self.output_dir = output_dir.resolve()
 
     def __enter__(self) -> Path:
-        self.output_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
-        self.temporary = Path(
-            tempfile.mkdtemp(prefix=f".{self.output_dir.name}-", dir=self.output_dir.absolute().parent)
-        )
+        self.output_dir.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.output_dir.name}-", dir=self.output_dir.parent))
         return self.temporary
 
     def __exit__(self, kind, *_):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_target
 
 from hf_dflash.cli import main as hf_dflash
-from hf_dflash.hub.drafter_files import read_native_drafter
+from hf_dflash.hub.drafter_files import check_is_free, complete_or_absent, read_native_drafter
 from hf_dflash.training.warm_start import load_drafter
 
 
@@ -81,3 +81,12 @@ def test_a_folder_with_a_drafter_and_an_adapter_is_neither(adapter, saved):
     (adapter[0] / "adapter_config.json").rename(saved[1] / "adapter_config.json")
     with pytest.raises(ValueError, match="holds a drafter and a PEFT adapter"):
         load_drafter(str(saved[1]))
+
+
+def test_a_link_to_an_empty_folder_is_written_through(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    with complete_or_absent(check_is_free(tmp_path / "link")) as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "disk" / "file").is_file() and (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]

@@ -21,6 +21,7 @@ from tiny_models import make_target
 
 from hf_dflash.hub import publishing
 from hf_dflash.hub.commits import commit_folder
+from hf_dflash.hub.drafter_files import open_folder
 from hf_dflash.hub.publishing import push_to_hub
 from hf_dflash.training.checkpoint import is_whole
 
@@ -435,6 +436,19 @@ def test_an_adapter_that_was_published_before_is_not_loaded_in_the_drafters_plac
     push_to_hub(repo_id="alice/was_adapter", **drafter)
     assert not [name for name in hub.files("alice/was_adapter") if "adapter" in name]
     assert "mine.txt" in hub.files("alice/was_adapter")
+
+
+def test_of_a_repository_with_checkpoints_the_drafter_alone_is_downloaded(drafter, hub, tmp_path, monkeypatch):
+    api = HfApi(endpoint=hub.url, token=TOKEN)
+    api.create_repo("alice/with_checkpoints")
+    commit_folder(api, "alice/with_checkpoints", drafter["folder"], "A drafter")
+    (drafter["folder"] / "optimizer.pt").touch()
+    commit_folder(api, "alice/with_checkpoints", drafter["folder"], "Its checkpoint", path_in_repo="last-checkpoint")
+    address = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    folder = open_folder("alice/with_checkpoints")
+    assert "model.safetensors" in os.listdir(folder) and "last-checkpoint" not in os.listdir(folder)
 
 
 def test_a_short_name_is_that_of_ones_own_repository(drafter, hub):
