@@ -24,7 +24,6 @@ def main(argv: list[str] | None = None) -> int:
         1 if a gate refused it. Other mistakes are exceptions, which the command line turns into 2.
     """
     arguments = _parser().parse_args(argv)
-    dataset = None
     try:
         dataset = tokenize_completions(
             arguments.sources,
