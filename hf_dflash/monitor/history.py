@@ -213,7 +213,8 @@ class RunHistory:
         if "time" in names:
             times = np.nan_to_num(values[:, names.index("time")])
             for step, time in zip(steps[-_MAX_MOMENTS:].tolist(), times[-_MAX_MOMENTS:].tolist(), strict=True):
-                self.remaining_time.add(int(step), time)
+                if time:
+                    self.remaining_time.add(int(step), time)
             # The latest line counts, not the latest time: a clock may be set back, or the run go on where it shows less.
             self.time = next((time for time in times[::-1].tolist() if time), self.time)
         while self.step // self.width >= self.num_buckets:

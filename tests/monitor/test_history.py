@@ -145,6 +145,12 @@ def test_the_latest_line_says_when_the_run_was_alive_whatever_the_clock_showed_b
     assert read(tmp_path).time == 400
 
 
+def test_a_line_without_a_time_is_no_clock_that_was_set_back(tmp_path):
+    rows = [{"step": step, "time": None if step == 20 else 1e9 + 2 * step, "loss": 1.0} for step in range(1, 41)]
+    write_rows(tmp_path, [{**BEGIN, "run": {"max_steps": 100}}, *rows])
+    assert read(tmp_path).snapshot()["remaining"] == [120, 120, 120]
+
+
 def test_a_log_that_was_replaced_is_read_anew(tmp_path):
     write_rows(tmp_path, training_rows(1, 30, loss=float))
     history = read(tmp_path)
