@@ -18,7 +18,8 @@ _NUM_ROWS = 64
 
 def check_target_copies(tensors: dict[str, torch.Tensor], target: str | Path, mask_token_id: int, source: str) -> None:
     """
-    Compares a few rows, and that of the mask token, which some trainers learn. A target that is not on this disk is not compared.
+    Compares a few rows, and that of the mask token, which some trainers learn. Not compared: a target that is no folder, and
+    quantized tensors, whose numbers mean something with their scales only.
 
     Args:
         tensors (`dict[str, torch.Tensor]`): of the whole foreign checkpoint.
@@ -32,17 +33,13 @@ def check_target_copies(tensors: dict[str, torch.Tensor], target: str | Path, ma
     files = _find_files(Path(target))
     for name, copy in tensors.items():
         kind = next((kind for kind in (_EMBEDDING, _HEAD) if name.endswith(kind)), None)
-        if kind is None or copy.dim() != 2:
+        if kind not in files or copy.dim() != 2:
             continue
-        # Tied: the head is the embedding.
-        place = next((files[kind] for kind in (kind, _EMBEDDING) if kind in files), None)
-        if place is None:
-            continue
-        file, own_name = place
+        file, own_name = files[kind]
         with safe_open(file, framework="pt") as opened:
             own = opened.get_slice(own_name)
             num_rows, width = own.get_shape()
-            if width != copy.shape[1]:
+            if width != copy.shape[1] or min(copy.dtype.itemsize, own[0].dtype.itemsize) < 2:
                 continue
             last = min(num_rows, copy.shape[0]) - 1
             rows = {min(mask_token_id, last), *torch.linspace(0, last, _NUM_ROWS).long().tolist()}
@@ -71,4 +68,7 @@ def _find_files(target: Path) -> dict[str, tuple[Path, str]]:
         # Of several, nobody here knows which one is the language model's.
         if len(matches) == 1 and (target / names[matches[0]]).is_file():
             found[kind] = (target / names[matches[0]], matches[0])
+    if _EMBEDDING in found and not any("lm_head." in name for name in names):
+        # Tied: the head is the embedding.
+        found[_HEAD] = found[_EMBEDDING]
     return found

@@ -7,6 +7,7 @@ from tiny_drafters import make_drafter
 from tiny_models import make_target
 
 from hf_dflash.hub.layouts import export_drafter, import_drafter
+from hf_dflash.hub.target_copies import check_target_copies
 
 
 pytestmark = pytest.mark.compat
@@ -44,3 +45,11 @@ def test_an_embedding_or_head_that_was_trained_is_not_dropped_without_a_word(fol
     with pytest.raises(ValueError, match=f"`{name}` is not a copy of the target's"):
         import_drafter(folder / "drafter", folder / "native", target=str(folder / "target"))
     assert not (folder / "native").exists()
+
+
+@pytest.mark.parametrize("quantized", ["lm_head.qweight", "lm_head.weight"])
+def test_a_quantized_head_of_the_target_is_not_taken_for_another_one(tmp_path, quantized):
+    head = torch.randn(16, 8)
+    tensors = {"model.embed_tokens.weight": torch.randn(16, 8), quantized: head.to(torch.float8_e4m3fn)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_target_copies({"lm_head.weight": head}, tmp_path, 0, "drafter")
