@@ -130,7 +130,7 @@ def main(argv: list[str]) -> None:
             prompts,
             tokenizer,
             max_new_tokens=MAX_NEW_TOKENS,
-            enable_thinking=job.enable_thinking is not False,
+            enable_thinking=job.enable_thinking,
         )
         summary = report.summary()
         return {
