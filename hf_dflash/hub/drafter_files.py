@@ -77,7 +77,8 @@ def is_adapter(folder: Path) -> bool:
         return False
     if (folder / "config.json").exists():
         raise ValueError(
-            f"{folder} holds a drafter and a PEFT adapter, and loaders differ in what they make of it: move one of them ({', '.join(ADAPTER_FILES)}) elsewhere."
+            f"{folder} holds a drafter and a PEFT adapter ({', '.join(ADAPTER_FILES)}), and loaders differ in what they make of it: "
+            "move one of them elsewhere."
         )
     return True
 
