@@ -39,6 +39,7 @@ def test_accelerate_reads_it_the_devices_suffice_and_it_says_what_was_run(path):
     assert len(placed) == local
 
 
+@pytest.mark.compat
 def test_one_process_is_run_as_its_header_says():
     done = subprocess.run(
         [

@@ -102,13 +102,15 @@ def test_decoded_and_simulated_acceptance_of_the_same_text_are_one_number(kind, 
 
 
 def test_decoding_along_the_way_changes_nothing_of_the_training(tmp_path):
-    measured = make_trainer(tmp_path / "a", eval_dataset=prompts_dataset(), acceptance_steps=2)
-    plain = make_trainer(tmp_path / "b", eval_dataset=prompts_dataset())
+    measured = make_trainer(tmp_path / "a", eval_dataset=prompts_dataset(), acceptance_steps=6, max_steps=13)
+    plain = make_trainer(tmp_path / "b", eval_dataset=prompts_dataset(), max_steps=13)
     for trainer in (measured, plain):
         trainer.train()
         assert trainer.model.training
     states = [training_state(trainer) for trainer in (measured, plain)]
-    states[0]["log"] = [entry for entry in states[0]["log"] if "decoded_acceptance_length" not in entry]
+    others = [entry for entry in states[0]["log"] if "decoded_acceptance_length" not in entry]
+    assert len(others) == len(states[0]["log"]) - 2
+    states[0]["log"] = others
     assert_same(*states)
 
 
