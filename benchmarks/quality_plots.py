@@ -15,8 +15,8 @@ from quality_runs import (
     is_peer,
     last_values,
     mean_of_seeds,
+    rates_by_compiling,
     tokens_a_step,
-    tokens_per_second,
 )
 
 
@@ -82,15 +82,14 @@ def plot_settings(runs: list[dict], path: Path) -> None:
 def plot_equal_time(runs: list[dict], speeds: list[dict], path: Path) -> None:
     """Held-out at the end of each run over the seconds that it takes alone on a GPU, a panel for each way of compiling; a line joins
     the runs of a setting on more and more tokens."""
-    ways = sorted({speed["compile_layers"] for speed in speeds})
+    ways = rates_by_compiling(speeds)
     figure = Figure(figsize=(6.5 * max(1, len(ways)), 5.2), layout="constrained")
     panels = figure.subplots(1, max(1, len(ways)), squeeze=False, sharey=True)[0]
     peers = {drafter_of(run) for run in runs if is_peer(run)}
     timed = {speed["setting"] for speed in speeds}
     shown = {key: some for key, some in group_runs(runs).items() if key[1] in timed and drafter_of(some[0]) in peers}
     colors = _Colors(shown)
-    for panel, way in zip(panels, ways, strict=False):
-        rates = {speed["setting"]: tokens_per_second(speed) for speed in speeds if speed["compile_layers"] == way}
+    for panel, (way, rates) in zip(panels, ways.items(), strict=False):
         ends: dict[str, list[tuple[float, float, float]]] = {}
         for (tokens, setting), some in shown.items():
             if setting in rates:

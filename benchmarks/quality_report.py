@@ -14,6 +14,7 @@ from quality_runs import (
     is_peer,
     last_values,
     mean_of_seeds,
+    rates_by_compiling,
     read_runs,
     read_speeds,
     tokens_a_step,
@@ -112,10 +113,7 @@ def compare_at_equal_time(runs: list[dict], speeds: list[dict]) -> str:
     for (tokens, setting), theirs in groups.items():
         if not is_peer(theirs[0]):
             continue
-        for compiled in sorted({speed["compile_layers"] for speed in speeds}):
-            rates = {
-                speed["setting"]: tokens_per_second(speed) for speed in speeds if speed["compile_layers"] == compiled
-            }
+        for compiled, rates in rates_by_compiling(speeds).items():
             if setting not in rates:
                 continue
             seconds = tokens / rates[setting]

@@ -79,6 +79,14 @@ def beside_peers(runs: list[dict]) -> dict[tuple[float, str], list[dict]]:
     return shown
 
 
+def rates_by_compiling(speeds: list[dict]) -> dict[str, dict[str, float]]:
+    """Context tokens a second: compiled layers (`"off"`, `"on"`) -> setting -> rate."""
+    return {
+        way: {speed["setting"]: tokens_per_second(speed) for speed in speeds if speed["compile_layers"] == way}
+        for way in sorted({speed["compile_layers"] for speed in speeds})
+    }
+
+
 def tokens_per_second(speed: dict) -> float:
     return speed["context_tokens_per_second"]
 

@@ -7,6 +7,10 @@ import sys
 from dataclasses import Field
 
 
+# Of a model that a command loads.
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
 class CommandParser(argparse.ArgumentParser):
     """
     Takes `--max_length` for `--max-length` and the other way round: Transformers writes options with underscores, most other

@@ -289,7 +289,7 @@ class ObjectStore:
         Raises:
             `OSError`: with `last`, if another process has written there meanwhile; then the objects in `last` are empty.
         """
-        folder = Path(folder)
+        folder, uri = Path(folder), uri.rstrip("/")
         names = sorted(
             str(path.relative_to(folder))
             for path in folder.rglob("*")
@@ -301,13 +301,13 @@ class ObjectStore:
             raise FileNotFoundError(f"There is nothing to upload in {folder}.")
 
         def upload(name: str) -> bool:
-            is_new = self.upload_file(folder / name, f"{uri.rstrip('/')}/{name}")
+            is_new = self.upload_file(folder / name, f"{uri}/{name}")
             if on_file is not None:
                 on_file(name)
             return is_new
 
         for name in last:
-            there = f"{uri.rstrip('/')}/{name}"
+            there = f"{uri}/{name}"
             if name in names and self.exists(there) and not self._is_stored(folder / name, there):
                 self.write(there, b"")
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -315,9 +315,11 @@ class ObjectStore:
             count += sum(upload(name) for name in last if name in names)
             if last and count and not self.dry_run:
                 # Of two that upload here at once, the one that looks last sees files of both.
-                if any(pool.map(lambda name: self._is_another(folder / name, f"{uri.rstrip('/')}/{name}"), names)):
+                # Not every service keeps digests.
+                are_there = pool.map(lambda name: self._is_stored(folder / name, f"{uri}/{name}", True), names)
+                if not all(are_there):
                     for name in last:
-                        self.write(f"{uri.rstrip('/')}/{name}", b"")
+                        self.write(f"{uri}/{name}", b"")
                     raise OSError(
                         f"Another process uploads to {uri} at the same time: give each run a prefix of its own."
                     )
@@ -353,20 +355,13 @@ class ObjectStore:
                     return None
                 raise
 
-    def _is_stored(self, path: Path, uri: str) -> bool:
-        """Whether the object has the content of the file."""
+    def _is_stored(self, path: Path, uri: str, without_digest: bool = False) -> bool:
+        """Whether the object has the content of the file. `without_digest` is the answer for one of its size that has none."""
         head = self._head(uri)
         if head is None or head["ContentLength"] != path.stat().st_size:
             return False
-        return head["Metadata"].get(_DIGEST_KEY) == _digest_of_file(path)
-
-    def _is_another(self, path: Path, uri: str) -> bool:
-        """Whether what was uploaded from the file is gone. Not every service keeps the digest."""
-        head = self._head(uri)
-        if head is None or head["ContentLength"] != path.stat().st_size:
-            return True
-        stored = head["Metadata"].get(_DIGEST_KEY)
-        return stored is not None and stored != _digest_of_file(path)
+        digest = head["Metadata"].get(_DIGEST_KEY)
+        return without_digest if digest is None else digest == _digest_of_file(path)
 
 
 def _digest_of_file(path: Path) -> str:

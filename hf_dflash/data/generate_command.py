@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from ..command_line import CommandParser, at_least_one, available_device
+from ..command_line import DTYPES, CommandParser, at_least_one, available_device
 from .chat_client import RetryPolicy
 from .completion_folder import ReplyLimits
 from .server_completions import generate_completions_from_servers
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         help="template the target is served with, if not its own (tokenize and train take it too)",
     )
     group.add_argument("--devices", nargs="+", type=available_device, help="such as cuda:0 cuda:1 (default: all)")
-    group.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], help="(default: bfloat16)")
+    group.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16)")
     group.add_argument("--max_prompt_tokens", type=int, help="longer prompts fail (default: 4096)")
     group.add_argument("--token_budget", type=int, help="cached tokens of a batch (default: 131072)")
     group.add_argument("--max_batch_rows", type=int, help="rows of a batch (default: 1024)")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from ..command_line import CommandParser, at_least_one, available_device
+from ..command_line import DTYPES, CommandParser, at_least_one, available_device
 from ..data.local_generation import LocalSampling
 from ..drafter.configuration_dflash import DFlashConfig
 from ..hub.drafter_files import open_folder, read_config, read_native_drafter
@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "bfloat16", "float16", "float32", "float64"],
+        choices=["auto", *DTYPES],
         help="of both models (default: as the target was saved)",
     )
     parser.add_argument(

@@ -158,6 +158,22 @@ def check_tensors(tensors: dict[str, torch.Tensor], config) -> None:
         raise ValueError(f"Not finite (NaN or infinity): {_shorten(broken)}. Take an earlier checkpoint.")
 
 
+def read_native_form(folder: Path) -> tuple[DFlashConfig, dict[str, torch.Tensor]]:
+    """Config and tensors of a folder in our own form.
+
+    Raises:
+        `ValueError`: if it is in another project's form.
+        `FileNotFoundError`: if a file is missing.
+    """
+    config_dict = read_config(folder)
+    if config_dict.get("model_type") != "dflash":
+        raise ValueError(
+            f"{folder} is not in hf_dflash's own layout (`model_type` is {config_dict.get('model_type')!r}): "
+            "`hf-dflash import` it first."
+        )
+    return DFlashConfig.from_dict(config_dict), read_tensors(folder)
+
+
 def read_native_drafter(name_or_path: str | Path) -> DFlashForSpeculation:
     """
     A whole drafter of our own layout, in fp32. `from_pretrained` fills what is missing with random numbers, and such a drafter
@@ -167,11 +183,11 @@ def read_native_drafter(name_or_path: str | Path) -> DFlashForSpeculation:
         name_or_path (`str` or `Path`): Hub id or folder.
 
     Raises:
-        `ValueError`: if its weights are not those of its config, or not finite.
+        `ValueError`: if it is in another project's layout, or its weights are not those of its config, or not finite.
         `OSError`: if it cannot be read.
     """
     folder = open_folder(name_or_path)
-    config, tensors = DFlashConfig.from_dict(read_config(folder)), read_tensors(folder)
+    config, tensors = read_native_form(folder)
     check_tensors(tensors, config)
     model = DFlashForSpeculation(config)
     model.load_state_dict(tensors)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, Qwen3Config
 
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
-from .drafter_files import check_tensors, open_folder, read_config, read_tensors
+from .drafter_files import check_tensors, open_folder, read_config, read_native_drafter, read_tensors
 from .target_copies import check_target_copies
 
 
@@ -86,6 +86,21 @@ def read_foreign_drafter(source: str | Path, *, target: str | None = None) -> DF
     drafter = DFlashForSpeculation(config).to(dtype)
     drafter.load_state_dict(tensors)
     return drafter.eval()
+
+
+def read_drafter(source: str | Path, *, target: str | None = None) -> DFlashForSpeculation:
+    """A drafter in any layout: ours as [`read_native_drafter`] reads it, another project's as [`read_foreign_drafter`] does.
+
+    Args:
+        source (`str` or `Path`): folder or Hub id.
+        target (`str`, *optional*): the target's, for layouts that do not name it.
+
+    Raises:
+        `ValueError`, `OSError`: as both.
+    """
+    if read_config(open_folder(source)).get("model_type") == DFlashConfig.model_type:
+        return read_native_drafter(source)
+    return read_foreign_drafter(source, target=target)
 
 
 def read_foreign_config(config_dict: dict, *, source: str = "config.json", target: str | None = None) -> DFlashConfig:

@@ -29,8 +29,7 @@ from .drafter_files import (
     check_tensors,
     complete_or_absent,
     open_folder,
-    read_config,
-    read_tensors,
+    read_native_form,
 )
 from .foreign_layouts import SHARED_FIELDS, read_foreign_drafter
 from .model_card import CURVES_FILE, create_drafter_card, read_training_record
@@ -268,22 +267,6 @@ def import_drafter(source: str | Path, output_dir: str | Path, *, target: str | 
         drafter.save_pretrained(folder)
         create_drafter_card(drafter.config, form="native", repo_id=output_dir.name).save(folder / "README.md")
     return drafter
-
-
-def read_native_form(folder: Path) -> tuple[DFlashConfig, dict[str, torch.Tensor]]:
-    """Config and tensors of a folder in our own form.
-
-    Raises:
-        `ValueError`: if it is in another project's form.
-        `FileNotFoundError`: if a file is missing.
-    """
-    config_dict = read_config(folder)
-    if config_dict.get("model_type") != "dflash":
-        raise ValueError(
-            f"{folder} is not in hf_dflash's own layout (`model_type` is {config_dict.get('model_type')!r}): "
-            "`hf-dflash import` it first."
-        )
-    return DFlashConfig.from_dict(config_dict), read_tensors(folder)
 
 
 def _find_target(config, target, target_name) -> tuple[PreTrainedConfig | None, str]:

@@ -11,8 +11,8 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
 from .commits import commit_folder
-from .drafter_files import ADAPTER_FILES
-from .layouts import export_drafter, read_native_form, write_native_form
+from .drafter_files import ADAPTER_FILES, read_native_form
+from .layouts import export_drafter, write_native_form
 from .model_card import CURVES_FILE, TrainingRecord, create_drafter_card, read_training_record
 from .portability import SERVING_ENGINES
 

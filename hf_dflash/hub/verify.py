@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from ..command_line import CommandParser, at_least_one, available_device
+from ..command_line import DTYPES, CommandParser, at_least_one, available_device
 from ..decoding.borrowed_layers import embed_slots
 from ..decoding.speculative import speculative_generate
-from ..drafter.modeling_dflash import DFlashForSpeculation
 from ..evaluation.benchmark import find_first_difference
+from ..evaluation.prompts import encode_prompt
 from ..target.hook_capture import HookCapture
-from .drafter_files import open_folder, read_config, read_native_drafter
-from .foreign_layouts import read_foreign_drafter
+from .foreign_layouts import read_drafter
 from .layouts import check_fits_target, write_serving_form
 from .portability import ENGINES, find_problems
 
@@ -102,7 +101,7 @@ def verify_drafter(
         `OSError`: if one of both cannot be read.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = _load(drafter, str(target))
+    model = read_drafter(drafter, target=str(target))
     # Every form is saved in bf16 at last, so that is what is compared.
     model = model.to(torch.bfloat16).float().eval()
     target_model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
@@ -127,27 +126,11 @@ def verify_drafter(
     return verdicts
 
 
-def _load(source: str | Path, target: str) -> DFlashForSpeculation:
-    folder = open_folder(source)
-    config_dict = read_config(folder)
-    if config_dict.get("model_type") != "dflash":
-        return read_foreign_drafter(source, target=target)
-    return read_native_drafter(folder)
-
-
 def _encode_prompts(target, prompts) -> list[torch.LongTensor]:
     if not isinstance(prompts[0], str):
         return [torch.tensor([ids]) for ids in prompts]
     tokenizer = AutoTokenizer.from_pretrained(target)
-    if tokenizer.chat_template is None:
-        return [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
-    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return [
-        tokenizer.apply_chat_template(m, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
-        for m in messages
-    ]
+    return [encode_prompt(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def _verify_transformers(model, target, encoded, folder, max_new_tokens) -> Verdict:
@@ -285,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "bfloat16", "float16", "float32", "float64"],
+        choices=["auto", *DTYPES],
         help="of the target (default: as it was saved)",
     )
     parser.add_argument(

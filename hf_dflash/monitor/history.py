@@ -37,7 +37,7 @@ _BLOCK_BYTES = 1 << 20
 OVERVIEW = "run_log.overview"
 # Of the log before the place where an overview ends, so much must be what it was.
 _CHECKED_BYTES = 4096
-_ARRAYS = ("_sums", "_counts", "_lows", "_highs", "_lasts", "_latest")
+_ARRAYS = {"_sums": 0, "_counts": 0, "_lows": np.inf, "_highs": -np.inf, "_lasts": -1, "_latest": np.nan}
 
 # A longer line is none of ours.
 _LINE_BYTES = 1 << 18
@@ -250,8 +250,7 @@ class RunHistory:
         if len(self._columns) == _MAX_NAMES or len(name) > _MAX_NAME_LENGTH:
             return False
         self._columns[name] = len(self._columns)
-        for array in _ARRAYS:
-            empty = {"_lows": np.inf, "_highs": -np.inf, "_lasts": -1, "_latest": np.nan}.get(array, 0)
+        for array, empty in _ARRAYS.items():
             setattr(self, array, np.pad(getattr(self, array), ((0, 0), (0, 1)), constant_values=empty))
         return True
 
@@ -279,12 +278,9 @@ class RunHistory:
             return
         first = step // self.width + 1
         mixed = self._lasts[first - 1] > step
-        self._sums[first - 1, mixed], self._counts[first - 1, mixed] = 0, 0
-        self._lows[first - 1, mixed], self._highs[first - 1, mixed] = np.inf, -np.inf
-        self._lasts[first - 1, mixed], self._latest[first - 1, mixed] = -1, np.nan
-        self._sums[first:], self._counts[first:] = 0, 0
-        self._lows[first:], self._highs[first:] = np.inf, -np.inf
-        self._lasts[first:], self._latest[first:] = -1, np.nan
+        for name, empty in _ARRAYS.items():
+            array = getattr(self, name)
+            array[first - 1, mixed] = array[first:] = empty
         self.step = step
         self.generation += 1
 

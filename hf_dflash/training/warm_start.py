@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from ..drafter.modeling_dflash import DFlashForSpeculation
-from ..hub.drafter_files import open_folder, read_config, read_native_drafter
-from ..hub.foreign_layouts import read_foreign_drafter
+from ..hub.foreign_layouts import read_drafter
 
 
 # Names of a drafter's layer that a Llama or Qwen layer has too.
@@ -27,9 +26,7 @@ def load_drafter(name_or_path: str, target: str | None = None) -> DFlashForSpecu
     Raises:
         `ValueError`: if it is no drafter that can be read, or not a whole one.
     """
-    if read_config(open_folder(name_or_path)).get("model_type") == "dflash":
-        return read_native_drafter(name_or_path)
-    return read_foreign_drafter(name_or_path, target=target).float()
+    return read_drafter(name_or_path, target=target).float()
 
 
 @torch.no_grad()
