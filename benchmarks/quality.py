@@ -126,6 +126,7 @@ def make_trainer(
         num_train_epochs=tokens / sum(rows["train"]["length"]),
         attention_backend=arguments.attention if cuda else "dense",
         compile_layers=arguments.compile,
+        target_cuda_graphs=arguments.graphs if cuda else "off",
         logging_steps=25,
         save_strategy="no",
         eval_strategy="no",
@@ -352,6 +353,7 @@ def measure_speed(arguments, setting: str) -> dict:
         "steps_per_second": round(steps / (times[-1] - times[0]), 2),
         "attention": trainer.args.attention_backend,
         "compile_layers": trainer.args.compile_layers,
+        "target_cuda_graphs": trainer.args.target_cuda_graphs,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": {package: version(package) for package in PACKAGES if version(package)},
     }
@@ -489,6 +491,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--card", action="store_true", help="also write the drafter's card beside the result")
     parser.add_argument("--attention", default="dense", choices=["dense", "flex", "auto"])
     parser.add_argument("--compile", default="off", choices=["off", "on", "auto"], help="layers, one by one")
+    parser.add_argument("--graphs", default="off", choices=["off", "on", "auto"], help="of the target's passes")
     parser.add_argument("--max-length", type=int, default=1024, help="of prompt and reply")
     parser.add_argument("--max-new-tokens", type=int, default=192, help="of replies, as in the shipped completions")
     parser.add_argument("--heldout-rows", type=int, default=200)

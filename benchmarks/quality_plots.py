@@ -15,7 +15,7 @@ from quality_runs import (
     is_peer,
     last_values,
     mean_of_seeds,
-    rates_by_compiling,
+    rates_by_way,
     tokens_a_step,
 )
 
@@ -80,9 +80,9 @@ def plot_settings(runs: list[dict], path: Path) -> None:
 
 
 def plot_equal_time(runs: list[dict], speeds: list[dict], path: Path) -> None:
-    """Held-out at the end of each run over the seconds that it takes alone on a GPU, a panel for each way of compiling; a line joins
+    """Held-out at the end of each run over the seconds that it takes alone on a GPU, a panel for each way; a line joins
     the runs of a setting on more and more tokens."""
-    ways = rates_by_compiling(speeds)
+    ways = rates_by_way(speeds)
     figure = Figure(figsize=(6.5 * max(1, len(ways)), 5.2), layout="constrained")
     panels = figure.subplots(1, max(1, len(ways)), squeeze=False, sharey=True)[0]
     peers = {drafter_of(run) for run in runs if is_peer(run)}
@@ -100,7 +100,7 @@ def plot_equal_time(runs: list[dict], speeds: list[dict], path: Path) -> None:
             for (seconds, mean, tokens), side in zip(points, ["right", *["left"] * len(points)], strict=False):
                 label, offset = f"{tokens / 1e6:g}M", (5 if side == "left" else -5, -3)
                 panel.annotate(label, (seconds, mean), offset, textcoords="offset points", fontsize=7, ha=side)
-        panel.set(title=f"layers compiled: {way}", xlabel="seconds on one GPU, target's passes included", ylabel=LABEL)
+        panel.set(title=way, xlabel="seconds on one GPU, target's passes included", ylabel=LABEL)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=_DPI)

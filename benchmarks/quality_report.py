@@ -14,11 +14,12 @@ from quality_runs import (
     is_peer,
     last_values,
     mean_of_seeds,
-    rates_by_compiling,
+    rates_by_way,
     read_runs,
     read_speeds,
     tokens_a_step,
     tokens_per_second,
+    way_of,
 )
 
 from hf_dflash.drafter.configuration_dflash import DFlashConfig
@@ -106,14 +107,14 @@ def compare_with_peers(runs: list[dict]) -> str:
 def compare_at_equal_time(runs: list[dict], speeds: list[dict]) -> str:
     """
     How far our best run with the same drafter is above a run of speculators' that takes at least as long, by the speed of both
-    alone on a GPU: for each setting of speculators and way of compiling whose speed has been measured.
+    alone on a GPU: for each setting of speculators and way whose speed has been measured.
     """
     lines = []
     groups = group_runs(runs)
     for (tokens, setting), theirs in groups.items():
         if not is_peer(theirs[0]):
             continue
-        for compiled, rates in rates_by_compiling(speeds).items():
+        for way, rates in rates_by_way(speeds).items():
             if setting not in rates:
                 continue
             seconds = tokens / rates[setting]
@@ -131,7 +132,7 @@ def compare_at_equal_time(runs: list[dict], speeds: list[dict]) -> str:
             (t, name), best = max(ours.items(), key=lambda item: mean_of_seeds(item[1], "acceptance_length"))
             above = mean_of_seeds(best, "acceptance_length") / mean_of_seeds(theirs, "acceptance_length") - 1
             lines.append(
-                f"- In the {seconds:.0f} s that `{setting}` takes for {tokens / 1e6:g}M tokens, compiled layers {compiled}, `{name}` "
+                f"- In the {seconds:.0f} s that `{setting}` takes for {tokens / 1e6:g}M tokens, {way}, `{name}` "
                 f"takes {t / 1e6:g}M ({t / rates[name]:.0f} s) and is {above:+.1%} (held-out)."
             )
     return "\n".join(lines)
@@ -142,11 +143,11 @@ def make_speed_table(speeds: list[dict]) -> str:
     if not speeds:
         return ""
     lines = ["Alone on the device, target's forward pass included, compilation left out:", ""]
-    lines += ["| setting | attention | compiled layers | context tokens / s | steps / s |"]
+    lines += ["| setting | attention | way | context tokens / s | steps / s |"]
     lines += ["|---" * 5 + "|"]
-    for r in sorted(speeds, key=lambda r: (r["compile_layers"], -tokens_per_second(r))):
+    for r in sorted(speeds, key=lambda r: (way_of(r), -tokens_per_second(r))):
         lines.append(
-            f"| `{r['setting']}` | {r['attention']} | {r['compile_layers']} | {tokens_per_second(r):,} | {r['steps_per_second']:.1f} |"
+            f"| `{r['setting']}` | {r['attention']} | {way_of(r)} | {tokens_per_second(r):,} | {r['steps_per_second']:.1f} |"
         )
     return "\n".join(lines)
 

@@ -79,12 +79,19 @@ def beside_peers(runs: list[dict]) -> dict[tuple[float, str], list[dict]]:
     return shown
 
 
-def rates_by_compiling(speeds: list[dict]) -> dict[str, dict[str, float]]:
-    """Context tokens a second: compiled layers (`"off"`, `"on"`) -> setting -> rate."""
+def rates_by_way(speeds: list[dict]) -> dict[str, dict[str, float]]:
+    """Context tokens a second: [`way_of`] -> setting -> rate."""
     return {
-        way: {speed["setting"]: tokens_per_second(speed) for speed in speeds if speed["compile_layers"] == way}
-        for way in sorted({speed["compile_layers"] for speed in speeds})
+        way: {speed["setting"]: tokens_per_second(speed) for speed in speeds if way_of(speed) == way}
+        for way in sorted({way_of(speed) for speed in speeds})
     }
+
+
+def way_of(speed: dict) -> str:
+    """How the same arithmetic was run."""
+    layers = "layers compiled" if speed["compile_layers"] == "on" else "layers as they are"
+    # Older measurements knew no graphs.
+    return layers + (", target in CUDA graphs" if speed.get("target_cuda_graphs", "off") == "on" else "")
 
 
 def tokens_per_second(speed: dict) -> float:
@@ -92,7 +99,7 @@ def tokens_per_second(speed: dict) -> float:
 
 
 def read_speeds(folder: Path) -> list[dict]:
-    """What `quality.py --speed` measured, the latest of each setting and way of compiling."""
+    """What `quality.py --speed` measured, the latest of each setting and way."""
     path = folder / "speed.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return list({(r["setting"], r["attention"], r["compile_layers"]): r for r in results}.values())
+    return list({(r["setting"], r["attention"], way_of(r)): r for r in results}.values())

@@ -99,6 +99,7 @@ SETTINGS = {
     "muon_dpace_linear_anchors64": MUON | DPACE | LINEAR | {"num_anchors": 64},
     # What the recipe takes, with the layers of all others; and one change each from that.
     "muon_dpace_linear_budget8k": MUON | DPACE | LINEAR_8K,
+    "muon_dpace_linear_budget8k_anchors64": MUON | DPACE | LINEAR_8K | {"num_anchors": 64},
     "muon_dpace_linear_budget4k": MUON | DPACE | LINEAR_8K | {"token_budget": 4096},
     "muon_dpace_linear_budget8k_lr3": MUON | DPACE | LINEAR_8K | {"learning_rate": 3e-3},
     "late_layers_muon_dpace_linear_budget8k": MUON | DPACE | LINEAR_8K | {"target_layer_ids": [8, 15, 21, 26, 28]},
@@ -120,7 +121,7 @@ PRIORITY = [
     *[("muon_dpace_linear_budget8k", 1), ("muon_dpace_linear_budget4k", 0), ("muon_dpace_linear_budget8k_lr3", 0)],
     *[("late_layers_muon_dpace_linear_budget8k", 0), ("speculators_lr3", 1), ("speculators_lr3_budget8k", 1)],
     *[("speculators_tuned", 2), ("muon_dpace_even", 2), ("muon", 1), ("dpace", 1)],
-    ("muon_dpace_linear_anchors64", 0),
+    *[("muon_dpace_linear_anchors64", 0), ("muon_dpace_linear_budget8k_anchors64", 0)],
 ]
 
 

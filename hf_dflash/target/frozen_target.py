@@ -15,6 +15,7 @@ from transformers import masking_utils
 
 from .compiled_layers import compile_decoder
 from .fp8 import quantize_to_fp8
+from .graphed_decoder import GraphedDecoder, is_on_one_cuda_device
 from .hook_capture import HookCapture
 from .language_head import LanguageHead
 
@@ -105,6 +106,7 @@ class FrozenTarget:
         self.decoder = model.get_decoder()
         self.layer_ids = list(layer_ids)
         self._capture = HookCapture(model, self.layer_ids)
+        self._graphed: GraphedDecoder | None = None
         self._own_head = LanguageHead.from_model(model)
         self._own_embedding = model.get_input_embeddings()
         self.device = self._own_embedding.weight.device
@@ -139,6 +141,19 @@ class FrozenTarget:
     def quantize_to_fp8(self) -> "FrozenTarget":
         """Puts the layers' large matrices into FP8, see [`quantize_to_fp8`]. The model itself is changed."""
         quantize_to_fp8(self.decoder)
+        return self
+
+    def record_graphs(self) -> "FrozenTarget":
+        """Runs the decoder from CUDA graphs from now on, see [`GraphedDecoder`]. Decoding with this model goes on as before.
+
+        Raises:
+            `ValueError`: if the target is not on one CUDA device.
+        """
+        if not is_on_one_cuda_device(self.model):
+            raise ValueError(
+                "CUDA graphs take a target that is on one CUDA device: leave `--target_cuda_graphs on` out."
+            )
+        self._graphed = GraphedDecoder(self._run_decoder, self.device)
         return self
 
     @property
@@ -188,17 +203,17 @@ class FrozenTarget:
             [`TargetFeatures`] on that device.
         """
         device = self.output_device if device is None else device
-        rows, width = input_ids.shape
-        real = torch.arange(width, device=lengths.device)[None] < lengths[:, None]
+        if self._graphed is not None and input_ids.numel():
+            input_ids = self._graphed.pad(input_ids)
+        real = torch.arange(input_ids.shape[1], device=lengths.device)[None] < lengths[:, None]
         packed = upload(real.flatten().nonzero().squeeze(1), self.device)
         if packed.numel() == 0:
             return self._nothing(label_positions is not None, return_label_hidden_states, device)
 
         # Without labels nothing behind the last captured layer is needed.
-        with self._capture.stop_early(label_positions is None), _current_device(self.device), _rows_are_documents():
-            output = self.decoder(input_ids=upload(input_ids, self.device), attention_mask=None, use_cache=False)
-        layers = self._capture.features
-        self._capture.clear()
+        run = self._run_decoder if self._graphed is None else self._graphed
+        states = run(upload(input_ids, self.device), label_positions is not None)
+        layers = states[: len(self.layer_ids)]
         # A target sharded over several devices hands out its layers on several devices.
         context = torch.cat(
             [self._send(layer.flatten(0, 1)[packed.to(layer.device)], device) for layer in layers], dim=-1
@@ -206,10 +221,18 @@ class FrozenTarget:
         if label_positions is None:
             return TargetFeatures(context)
 
-        final = output.last_hidden_state.flatten(0, 1)
+        final = states[-1].flatten(0, 1)
         final = final[packed.to(final.device)[upload(label_positions, final.device)]]
         label_ids = self._own_head.predict(final.to(self._own_head.weight.device)).to(device)
         return TargetFeatures(context, label_ids, self._send(final, device) if return_label_hidden_states else None)
+
+    def _run_decoder(self, input_ids: torch.Tensor, to_the_end: bool) -> list[torch.Tensor]:
+        """Outputs of the captured layers, and the final normed hidden states if asked for; `[R, L, H]` each."""
+        with self._capture.stop_early(not to_the_end), _current_device(self.device), _rows_are_documents():
+            output = self.decoder(input_ids=input_ids, attention_mask=None, use_cache=False)
+        layers = self._capture.features
+        self._capture.clear()
+        return [*layers, output.last_hidden_state] if to_the_end else layers
 
     def _send(self, states: torch.Tensor, device: torch.device) -> torch.Tensor:
         return states.to(device, self.output_dtype)
@@ -246,7 +269,8 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def _rows_are_documents():
-    """Without a mask, transformers looks for packed documents among the positions, and the host waits for the answer."""
+    """Without a mask, transformers looks for packed documents among the positions, and the host waits for the answer. And while a
+    CUDA graph is recorded, some of its releases write out the causal mask, for which attention has slower kernels only."""
     _ask_this_thread_first()
     _this_thread.rows_are_documents = True
     try:
@@ -262,3 +286,6 @@ def _ask_this_thread_first() -> None:
         masking_utils.find_packed_sequence_indices = lambda position_ids: (
             None if _this_thread.rows_are_documents else look(position_ids)
         )
+    is_tracing = getattr(masking_utils, "is_tracing", None)
+    if is_tracing is not None:
+        masking_utils.is_tracing = lambda tensor=None: not _this_thread.rows_are_documents and is_tracing(tensor)

@@ -73,6 +73,10 @@ class DFlashTrainingArguments(TrainingArguments):
         compile_layers (`str`, *optional*, defaults to `"auto"`):
             Whether layers of target and drafter are compiled one by one: `"on"`, `"off"`, or on CUDA. `torch_compile` would
             compile whole models, which takes minutes and gains nothing.
+        target_cuda_graphs (`str`, *optional*, defaults to `"auto"`):
+            Whether the target's passes are recorded as CUDA graphs: `"on"`, `"off"`, or on CUDA where its parameters x
+            `token_budget` are below 3e12, so that launching a pass takes longer than running it. Micro-batches are padded to
+            a few shapes then.
         target_fp8 (`bool`, *optional*, defaults to `False`):
             Whether the target's large matrices are in FP8: faster, half the memory, and a few labels change. It takes compute
             capability 8.9.
@@ -233,6 +237,14 @@ class DFlashTrainingArguments(TrainingArguments):
             "choices": list(SWITCHES),
         },
     )
+    target_cuda_graphs: str = field(
+        default="auto",
+        metadata={
+            "help": "Record the target's passes as CUDA graphs: on, off, or auto: on CUDA where its parameters x token_budget are "
+            "below 3e12, so that launching takes longer than running.",
+            "choices": list(SWITCHES),
+        },
+    )
     target_fp8: bool = field(
         default=False,
         metadata={"help": "The target's large matrices in FP8: faster, half the memory, and a few labels change."},
@@ -321,6 +333,7 @@ class DFlashTrainingArguments(TrainingArguments):
             ("matrix_optimizer", MATRIX_OPTIMIZERS),
             ("pipeline", SWITCHES),
             ("compile_layers", SWITCHES),
+            ("target_cuda_graphs", SWITCHES),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`--{name} {getattr(self, name)}`: choose one of {', '.join(choices)}.")

@@ -28,6 +28,7 @@ from ..evaluation.acceptance import count_accepted
 from ..hub.layouts import write_native_form
 from ..object_store import is_object_uri
 from ..target.frozen_target import FrozenTarget, TargetFeatures, upload
+from ..target.graphed_decoder import launches_outweigh
 from ..target.pipeline import FeaturePipeline, TargetForwardError
 from .adapters import add_adapter
 from .arguments import BEST_METRIC, DFlashTrainingArguments
@@ -154,6 +155,10 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
             getattr(model, "get_base_model", lambda: model)().compile_layers()
             for one in self.targets:
                 one.compile_layers()
+        for one in self.targets:
+            outweighs = args.target_cuda_graphs == "auto" and launches_outweigh(one.model, args.token_budget)
+            if outweighs or args.target_cuda_graphs == "on":
+                one.record_graphs()
         self.pipeline = FeaturePipeline(
             self.targets,
             depth=args.pipeline_depth,

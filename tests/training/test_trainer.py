@@ -396,6 +396,12 @@ def test_layers_of_target_and_drafter_are_compiled_only_if_asked_for_on_a_cpu(tm
             assert {hasattr(layer.forward, "uncompiled") for layer in target.decoder.layers} == {wanted}
 
 
+def test_graphs_are_recorded_by_themselves_on_cuda_only(tmp_path):
+    assert [target._graphed for target in make_trainer(tmp_path, targets_per_process=2).targets] == [None, None]
+    with pytest.raises(ValueError, match="on one CUDA device"):
+        make_trainer(tmp_path, target_cuda_graphs="on")
+
+
 def test_a_head_in_fp8_trains_nearly_as_well_and_measures_as_ever(tmp_path):
     first, logs, evaluations = {}, {}, {}
     for head_fp8 in (False, True):
