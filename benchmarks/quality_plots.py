@@ -82,12 +82,18 @@ def plot_settings(runs: list[dict], path: Path) -> None:
 def plot_equal_time(runs: list[dict], speeds: list[dict], path: Path) -> None:
     """Held-out at the end of each run over the seconds that it takes alone on a GPU, a panel for each way; a line joins
     the runs of a setting on more and more tokens."""
-    ways = rates_by_way(speeds)
-    figure = Figure(figsize=(6.5 * max(1, len(ways)), 5.2), layout="constrained")
-    panels = figure.subplots(1, max(1, len(ways)), squeeze=False, sharey=True)[0]
     peers = {drafter_of(run) for run in runs if is_peer(run)}
     timed = {speed["setting"] for speed in speeds}
     shown = {key: some for key, some in group_runs(runs).items() if key[1] in timed and drafter_of(some[0]) in peers}
+    sides = {setting: is_peer(some[0]) for (_, setting), some in shown.items()}
+    # Only one side says nothing.
+    ways = {
+        way: rates
+        for way, rates in rates_by_way(speeds).items()
+        if len({sides[setting] for setting in rates if setting in sides}) == 2
+    }
+    figure = Figure(figsize=(6.5 * max(1, len(ways)), 5.2), layout="constrained")
+    panels = figure.subplots(1, max(1, len(ways)), squeeze=False, sharex=True, sharey=True)[0]
     colors = _Colors(shown)
     for panel, (way, rates) in zip(panels, ways.items(), strict=False):
         ends: dict[str, list[tuple[float, float, float]]] = {}

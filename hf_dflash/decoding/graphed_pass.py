@@ -8,9 +8,15 @@ generation and replayed. Nothing is compiled: the kernels, and so the output, ar
 This file is shipped beside a drafter's `custom_generate/generate.py`: it imports torch, transformers and its siblings only.
 """
 
+import contextlib
+import threading
 from collections.abc import Callable
 
 import torch
+
+
+# PyTorch records one graph at a time.
+_recording = threading.Lock()
 
 
 class GraphedPass:
@@ -51,9 +57,30 @@ class GraphedPass:
         return self.outputs
 
 
-def record(run: Callable[[], tuple]) -> tuple[Callable[[], None], tuple]:
-    """Records what a function gives to the device, without doing it. Returns what does it, and the tensors it fills."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
+def record(
+    run: Callable[[], tuple], pool: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None
+) -> tuple[Callable[[], None], tuple]:
+    """Records what a function gives to the device, without doing it. Returns what does it, and the tensors it fills.
+
+    Args:
+        run (`Callable`): returns tensors.
+        pool (`tuple[int, int]`, *optional*): of `torch.cuda.graph_pool_handle`, for graphs that share their memory.
+        stream (`torch.cuda.Stream`, *optional*): to record on, if not on the first device.
+
+    Raises:
+        `RuntimeError`: if the pass cannot be recorded. Everything is as before then.
+    """
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(None if stream is None else stream.device)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    try:
+        # Other threads go on using the device.
+        with _recording, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            outputs = run()
+    except RuntimeError:
+        # PyTorch stays on the stream of a recording that fails, and for its allocator the recording has not ended: memory that
+        # two streams have used would never be free again.
+        torch.cuda.set_stream(before)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(before.device_index, pool)
+        raise
     return graph.replay, outputs

@@ -8,11 +8,12 @@ Nothing is compiled: the kernels are those of the decoder as it is, with compile
 """
 
 import logging
-import threading
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
+from ..decoding.graphed_pass import record
 
 
 logger = logging.getLogger(__name__)
@@ -125,21 +126,14 @@ class GraphedDecoder:
 class Recorder:
     """Records graphs that share their memory, for one of them is at work at a time."""
 
-    # PyTorch records one graph at a time.
-    _turn = threading.Lock()
-
     def __init__(self, device: torch.device):
         self.device = device
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._last_reader: torch.cuda.Stream | None = None
 
     def record(self, run: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
-        """Records what a function gives to the device, without doing it. Returns what does it, and the tensors it fills."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads go on using the device.
-        with self._turn, torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            outputs = run()
-        return graph.replay, outputs
+        """See [`record`]."""
+        return record(run, self._pool, self._stream)
 
     def follow_last_reader(self) -> None:
         """What another stream has been given to read is not written to before."""

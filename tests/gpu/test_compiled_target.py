@@ -58,8 +58,8 @@ def test_features_are_as_near_to_those_in_fp32_as_those_of_stock_transformers(ki
             assert (two - expected).norm() < 1.1 * (one - expected).norm(), name
         # How far the label is from the best token in fp32: of two that are as good, either may be taken.
         logits = three[0].label_hidden_states @ exact.head.weight.T
-        behind = [(logits.max(-1).values - logits.gather(-1, f.label_ids[:, None])[:, 0]).max() for f in three[1:]]
-        assert behind[1] < 1.5 * behind[0] + 0.1 * logits.std()
+        behind = [(logits.max(-1).values - logits.gather(-1, f.label_ids[:, None])[:, 0]).mean() for f in three[1:]]
+        assert behind[1] < 1.5 * behind[0] + 0.01 * logits.std()
 
 
 def test_fla_finds_the_kept_configurations(monkeypatch):

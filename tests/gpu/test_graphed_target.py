@@ -47,7 +47,7 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_sliding"])
-def test_features_from_graphs_are_bit_for_bit_those_of_the_same_padded_batch(kind, compiled):
+def test_features_from_graphs_are_those_of_the_same_padded_batch_bit_for_bit_unless_compiled(kind, compiled):
     model = make_model(kind)
     plain, graphed = FrozenTarget(model, IDS), FrozenTarget(model, IDS)
     if compiled:
@@ -57,9 +57,16 @@ def test_features_from_graphs_are_bit_for_bit_those_of_the_same_padded_batch(kin
         for shape in SHAPES:
             input_ids, lengths = make_batch(*shape, seed)
             expected = ask(plain, (graphed._graphed.pad(input_ids), lengths))
-            assert_equal(ask(graphed, (input_ids, lengths)), expected)
+            features = ask(graphed, (input_ids, lengths))
+            if not compiled:
+                assert_equal(features, expected)
+            # Compiled layers have code for several kinds of shapes, and while it is being compiled one shape may run in two of them.
+            difference = features.context_hidden_states - expected.context_hidden_states
+            assert difference.float().norm() < 0.02 * expected.context_hidden_states.float().norm()
             context = graphed(input_ids, lengths).context_hidden_states
-            assert torch.equal(context, expected.context_hidden_states)
+            assert (context - features.context_hidden_states).float().norm() <= (
+                0.02 * context.float().norm() if compiled else 0
+            )
     assert graphed._graphed.is_on and len(graphed._graphed._graphs) == 8
 
 
@@ -116,6 +123,7 @@ def test_a_pass_that_asks_the_device_for_a_number_runs_without_graphs_and_leaves
             features = ask(graphed, batch)
     assert not graphed._graphed.is_on and "cannot be recorded" in caplog.text
     assert_equal(features, ask(plain, batch))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     # Memory that another stream has read comes back once it is through, as without a recording.
     other = torch.cuda.Stream()
     torch.cuda.synchronize()
