@@ -82,6 +82,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.is_lost: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -94,11 +95,19 @@ class Muon(torch.optim.Optimizer):
     def _update(self, matrices: list[torch.Tensor], lr: float, weight_decay: float, momentum: float) -> None:
         gradients = [matrix.grad for matrix in matrices]
         buffers = [self._momentum_buffer(matrix) for matrix in matrices]
+        if self.is_lost is not None:
+            # Momentum goes on as it is if it is given itself.
+            pairs = zip(buffers, gradients, strict=True)
+            gradients = [torch.where(self.is_lost, buffer, gradient) for buffer, gradient in pairs]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         wanted = torch._foreach_lerp(gradients, buffers, momentum)
         first = matrices[0]
         updates = _orthogonalize_together(wanted, torch.bfloat16 if first.is_cuda else first.dtype)
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        decay = 1 - lr * weight_decay
+        if self.is_lost is not None:
+            decay = torch.where(self.is_lost, 1.0, decay).to(first.dtype)
+            torch._foreach_mul_(updates, (~self.is_lost).to(updates[0].dtype))
+        torch._foreach_mul_(matrices, decay)
         torch._foreach_add_(matrices, updates, alpha=-lr * 0.2 * max(first.shape) ** 0.5)
 
     def _momentum_buffer(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -125,13 +134,25 @@ class MuonWithAdamW(torch.optim.Optimizer):
         vectors = [parameter for parameter in trainable if parameter.dim() != 2]
         self.parts: list[torch.optim.Optimizer] = [Muon(matrices, lr=lr, weight_decay=weight_decay)]
         if vectors:
-            self.parts.append(torch.optim.AdamW(vectors, lr=lr, weight_decay=0.0, betas=betas, eps=eps))
+            # Fused, it can be told on the device that a step is lost.
+            self.parts.append(torch.optim.AdamW(vectors, lr=lr, weight_decay=0.0, betas=betas, eps=eps, fused=True))
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
         self._share_groups()
 
     def _share_groups(self) -> None:
         # The very dicts of the parts, so that a schedule that changes a group reaches the part.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def pass_over(self, is_lost: torch.Tensor) -> None:
+        """The next step leaves weights and state as they are where `is_lost` holds; the host does not learn of it.
+
+        Args:
+            is_lost (`torch.Tensor` of one element, bool): on the device of the weights.
+        """
+        muon, *adamw = self.parts
+        muon.is_lost = is_lost
+        for part in adamw:
+            part.found_inf = is_lost.float()
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -158,3 +158,27 @@ def test_muon_resumes_bit_equal(tmp_path):
     resumed = make_trainer(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert_same(training_state(resumed), training_state(whole))
+
+
+def test_a_step_that_is_lost_leaves_weights_and_state_and_the_next_goes_on_as_without_it():
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 6))
+        return model, MuonWithAdamW(model, lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+
+    def step(model, optimizer, number, is_lost=None):
+        torch.manual_seed(number)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * (torch.nan if is_lost else 1)
+        if is_lost is not None:
+            optimizer.pass_over(torch.tensor(is_lost))
+        optimizer.step()
+
+    (one, without), (other, with_lost) = make(), make()
+    for number in range(4):
+        step(one, without, number)
+        step(other, with_lost, number, is_lost=False)
+        kept = copy.deepcopy((other.state_dict(), with_lost.state_dict()))
+        step(other, with_lost, 100 + number, is_lost=True)
+        torch.testing.assert_close((other.state_dict(), with_lost.state_dict()), kept, rtol=0, atol=0)
+    torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=0)
