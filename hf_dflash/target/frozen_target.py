@@ -146,6 +146,8 @@ class FrozenTarget:
     def record_graphs(self) -> "FrozenTarget":
         """Runs the decoder from CUDA graphs from now on, see [`GraphedDecoder`]. Decoding with this model goes on as before.
 
+        What changes the model, FP8 say, comes first: graphs read the weights where they were when they were recorded.
+
         Raises:
             `ValueError`: if the target is not on one CUDA device.
         """

@@ -26,7 +26,11 @@ _MAX_GRAPHS = 64
 
 def launches_outweigh(model, num_tokens: int) -> bool:
     """Whether a pass of a target over so many tokens keeps the host busier than its CUDA device."""
-    return is_on_one_cuda_device(model) and model.num_parameters() * num_tokens < _LAUNCHES_OUTWEIGH_BELOW
+    if not is_on_one_cuda_device(model):
+        return False
+    # Matrices in FP8 are buffers.
+    num_weights = model.num_parameters() + sum(buffer.numel() for buffer in model.buffers())
+    return num_weights * num_tokens < _LAUNCHES_OUTWEIGH_BELOW
 
 
 def is_on_one_cuda_device(model) -> bool:
@@ -81,14 +85,19 @@ class GraphedDecoder:
         key = (*input_ids.shape, to_the_end)
         if key not in self._graphs and not self._record(key, input_ids):
             outputs = self.run(input_ids, to_the_end)
-            self._warm.add(key)
-            self._make_rooms(outputs)
+            if self._may_record:
+                self._warm.add(key)
+                self._make_rooms(outputs)
             return outputs
         recorded_ids, replay, outputs = self._graphs[key]
         self._recorder.follow_last_reader()
         recorded_ids.copy_(input_ids)
         replay()
         return outputs
+
+    @property
+    def _may_record(self) -> bool:
+        return self.is_on and len(self._graphs) < _MAX_GRAPHS
 
     def _make_rooms(self, outputs: list[torch.Tensor]) -> None:
         """Where the graphs of all shapes leave their outputs: the memory of a pass is that of the next one, too."""
@@ -101,7 +110,7 @@ class GraphedDecoder:
 
     def _record(self, key: tuple, input_ids: torch.Tensor) -> bool:
         """Records a shape that comes for the second time: in a first run libraries set themselves up. Returns whether it could."""
-        if not self.is_on or key not in self._warm or len(self._graphs) == _MAX_GRAPHS:
+        if not self._may_record or key not in self._warm:
             return False
         recorded_ids = input_ids.clone()
 
@@ -114,9 +123,13 @@ class GraphedDecoder:
             replay, outputs = self._recorder.record(run_into_rooms)
         except RuntimeError as error:
             self.is_on = False
+            # Shapes are no longer padded to those of the graphs that there are, and memory may be what was wanting.
+            self._graphs.clear()
+            self._rooms.clear()
+            self._warm.clear()
             logger.warning(
                 "The target's passes cannot be recorded as CUDA graphs and run without; `--target_cuda_graphs off` does not try: "
-                f"{error.__context__ or error}"
+                f"{error}"
             )
             return False
         self._graphs[key] = recorded_ids, replay, outputs
@@ -133,7 +146,7 @@ class Recorder:
 
     def record(self, run: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
         """See [`record`]."""
-        return record(run, self._pool, self._stream)
+        return record(run, self.device, self._pool, self._stream)
 
     def follow_last_reader(self) -> None:
         """What another stream has been given to read is not written to before."""

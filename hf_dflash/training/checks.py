@@ -68,6 +68,8 @@ def check_can_train(model: nn.Module, args) -> None:
         )
     if args.attention_backend == "flex" and args.device.type == "cpu":
         raise ValueError("`--attention_backend flex` has no backward pass on a CPU: use `dense` or `auto`.")
+    if args.target_cuda_graphs == "on" and args.device.type == "cpu":
+        raise ValueError("`--target_cuda_graphs on` takes a GPU: use `auto` or `off`.")
     if args.fp16 and args.device.type == "cpu":
         # Accelerate leaves autocast out there, and says nothing.
         raise ValueError("`--fp16` takes a GPU: use `--bf16`, or neither.")

@@ -2,6 +2,9 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """A verify pass that is recorded once and replayed gives the same output; what cannot be recorded is refused."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from oracle_drafter import make_drafter, make_oracle
@@ -45,7 +48,7 @@ def test_everything_a_replay_reads_and_writes_has_its_own_place(kind, monkeypatc
     start = RollbackCache.record
     monkeypatch.setattr(RollbackCache, "record", lambda cache: caches.append(cache) or start(cache))
 
-    def record(run):
+    def record(run, device):
         """A stand-in for CUDA: a replay does the recorded call again, and its results are in the tensors of the recording."""
         lengths = [layer.cumulative_length for layer in caches[-1].attention_layers]
         before = [length.clone() for length in lengths]
@@ -69,7 +72,7 @@ def test_everything_a_replay_reads_and_writes_has_its_own_place(kind, monkeypatc
 
 
 def test_pass_that_cannot_be_recorded_is_refused_with_the_reason(monkeypatch):
-    def record(run):
+    def record(run, device):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphed_pass, "record", record)
@@ -83,3 +86,104 @@ def test_cuda_graph_without_cuda_is_refused():
     target = make_target("qwen3")
     with pytest.raises(ValueError, match="`cuda_graph` needs a target on CUDA, this one is on cpu"):
         speculative_generate(target, make_drafter(target), torch.tensor([[5, 6]]), max_new_tokens=4, cuda_graph=True)
+
+
+class OneCudaDevice:
+    """What PyTorch remembers of a recording, and how one that fails leaves it behind."""
+
+    def __init__(self, monkeypatch):
+        self.before = SimpleNamespace(name="before", device=torch.device("cpu"), device_index=1)
+        self.stream = SimpleNamespace(name="recording", device=torch.device("cpu"), device_index=1)
+        self.current_stream, self.current_device = self.before, 0
+        self.pools_in_use, self.num_pool_users, self.draws_random_numbers = set(), 0, True
+        self.ends_badly = False
+        for name in ("graph", "device", "set_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay="the replay"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current_stream)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocation)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release_pool)
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.current_device = self.current_device, device.index
+        try:
+            yield
+        finally:
+            self.current_device = before
+
+    def set_stream(self, stream):
+        self.current_stream, self.current_device = stream, stream.device_index
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool="of its own", stream=None, capture_error_mode="global"):
+        before = self.current_stream
+        self.set_stream(stream)
+        self.pools_in_use.add(pool)
+        self.num_pool_users += 1
+        self.draws_random_numbers = False
+        try:
+            yield
+        finally:
+            if self.ends_badly:
+                self.ends_badly = False
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.pools_in_use.remove(pool)
+            # Here a graph lets go of its pool at once.
+            self.num_pool_users -= 1
+            self.draws_random_numbers = True
+            self.set_stream(before)
+
+    def end_allocation(self, device, pool):
+        if pool not in self.pools_in_use:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.pools_in_use.remove(pool)
+
+    def release_pool(self, device, pool):
+        self.num_pool_users -= 1
+
+
+@pytest.mark.parametrize("ends_badly", [True, False])
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_recording_that_fails_gives_the_reason_and_leaves_everything_as_before(kind, ends_badly, monkeypatch):
+    cuda = OneCudaDevice(monkeypatch)
+
+    def ask_for_a_number():
+        cuda.ends_badly = ends_badly
+        raise kind("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match=f"^{kind.__name__}: operation not permitted when stream is capturing"):
+        graphed_pass.record(ask_for_a_number, torch.device("cuda", 1), "pool", cuda.stream)
+    assert cuda.current_stream is cuda.before and cuda.current_device == 0
+    assert not cuda.pools_in_use and cuda.num_pool_users == 0
+    assert cuda.draws_random_numbers
+
+
+def test_the_reason_is_given_where_pytorch_has_other_functions_for_the_pool(monkeypatch):
+    cuda = OneCudaDevice(monkeypatch)
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+
+    def ask_for_a_number():
+        cuda.ends_badly = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        graphed_pass.record(ask_for_a_number, torch.device("cuda", 1), "pool", cuda.stream)
+    assert cuda.current_stream is cuda.before
+
+
+def test_a_recording_is_of_the_device_that_it_is_asked_for(monkeypatch):
+    cuda, seen = OneCudaDevice(monkeypatch), []
+    device = torch.device("cuda", 1)
+    replay, outputs = graphed_pass.record(
+        lambda: seen.append((cuda.current_stream, cuda.current_device)) or ("output",), device, "pool", cuda.stream
+    )
+    assert seen == [(cuda.stream, 1)] and (replay, outputs) == ("the replay", ("output",))
+    assert cuda.current_stream is cuda.before and cuda.current_device == 0
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device, device_index=device.index))
+    graphed_pass._recording_stream.cache_clear()
+    try:
+        streams = [graphed_pass._recording_stream(torch.device("cuda", index)) for index in (0, 1, 1)]
+    finally:
+        graphed_pass._recording_stream.cache_clear()
+    assert [stream.device_index for stream in streams] == [0, 1, 1] and streams[1] is streams[2]

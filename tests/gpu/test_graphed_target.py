@@ -124,6 +124,8 @@ def test_a_pass_that_asks_the_device_for_a_number_runs_without_graphs_and_leaves
     assert not graphed._graphed.is_on and "cannot be recorded" in caplog.text
     assert_equal(features, ask(plain, batch))
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    # Older releases of PyTorch would refuse.
+    torch.rand(1, device="cuda")
     # Memory that another stream has read comes back once it is through, as without a recording.
     other = torch.cuda.Stream()
     torch.cuda.synchronize()

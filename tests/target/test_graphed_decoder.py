@@ -4,6 +4,7 @@
 tests/gpu/test_graphed_target.py."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, make_target
 
 from hf_dflash.target import frozen_target, graphed_decoder
+from hf_dflash.target.fp8 import quantize_to_fp8
 from hf_dflash.target.frozen_target import FrozenTarget
-from hf_dflash.target.graphed_decoder import GraphedDecoder, launches_outweigh, round_up
+from hf_dflash.target.graphed_decoder import GraphedDecoder, Recorder, launches_outweigh, round_up
 
 
 pytestmark = pytest.mark.compat
@@ -25,7 +27,7 @@ class RunAgain:
     """A replay does the recorded call again, and its results are in the tensors of the recording."""
 
     def __init__(self, device):
-        self.num_recorded = self.num_replayed = 0
+        self.num_recorded = self.num_replayed = self.num_followed = 0
 
     def record(self, run):
         outputs = run()
@@ -36,13 +38,14 @@ class RunAgain:
 
         def replay():
             self.num_replayed += 1
+            assert self.num_followed == self.num_replayed, "what the last pass left may still be read"
             for output, value in zip(outputs, run(), strict=True):
                 output.copy_(value)
 
         return replay, outputs
 
     def follow_last_reader(self):
-        pass
+        self.num_followed += 1
 
 
 @pytest.fixture
@@ -97,6 +100,9 @@ def test_a_shape_is_recorded_when_it_comes_again_and_labels_or_not_are_two_shape
         assert recorded.num_recorded == expected
     target(*make_batch(3, 20))
     assert recorded.num_recorded == 2, "17 to 20 are one shape"
+    for expected, rows in ((2, 9), (3, 10)):
+        target(*make_batch(rows, 20))
+        assert recorded.num_recorded == expected, "9 and 10 rows are one shape"
     assert (
         target(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, dtype=torch.long)).context_hidden_states.numel()
         == 0
@@ -121,6 +127,16 @@ def test_graphs_recorded_before_a_larger_room_was_made_still_have_theirs(recorde
         (output,) = decoder(ids, True)
         assert torch.equal(output[..., 0], ids.double())
     assert len(decoder._graphs) == 2
+    (room,), (output,) = decoder._rooms, decoder(small, True)
+    assert room.numel() == 80 and output.untyped_storage().nbytes() == 4 * 8, "a graph writes where it was recorded"
+
+
+def test_shapes_with_as_many_tokens_are_two_shapes(recorder):
+    decoder = GraphedDecoder(lambda ids, to_the_end: [ids[..., None].double()], torch.device("cpu"))
+    for shape in ((8, 10), (10, 8)) * 3:
+        ids = torch.arange(80).view(shape)
+        assert torch.equal(decoder(ids, True)[0][..., 0], ids.double())
+    assert len(decoder._graphs) == 2
 
 
 def test_memory_for_graphs_has_an_end(recorder, monkeypatch):
@@ -131,6 +147,8 @@ def test_memory_for_graphs_has_an_end(recorder, monkeypatch):
             ids = torch.arange(length)[None]
             assert torch.equal(decoder(ids, True)[0][..., 0], ids.double())
     assert len(decoder._graphs) == 2
+    decoder(torch.zeros(9, 9, dtype=torch.long), True)
+    assert sum(room.numel() for room in decoder._rooms) <= 6, "there is no graph that would write to a larger one"
 
 
 def test_a_target_that_cannot_be_recorded_says_why_and_runs_without_graphs(recorder, tiny_qwen3, monkeypatch, caplog):
@@ -149,6 +167,33 @@ def test_a_target_that_cannot_be_recorded_says_why_and_runs_without_graphs(recor
     assert "operation not permitted" in record.message and "--target_cuda_graphs off" in record.message
 
 
+def test_graphs_that_are_there_are_let_go_when_a_shape_cannot_be_recorded(recorder, monkeypatch):
+    decoder = GraphedDecoder(lambda ids, to_the_end: [ids[..., None].double()], torch.device("cpu"))
+    recorded, refused = torch.arange(8).view(2, 4), torch.arange(10).view(2, 5)
+    for _ in range(2):
+        decoder(recorded, True)
+    assert len(decoder._graphs) == 1
+
+    def refuse(self, run):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(RunAgain, "record", refuse)
+    for ids in (refused, refused, recorded, refused, recorded):
+        assert torch.equal(decoder(ids, True)[0][..., 0], ids.double())
+    assert not (decoder.is_on or decoder._graphs or decoder._rooms or decoder._warm)
+    assert decoder.pad(torch.zeros(2, 9)).shape == (2, 9), "a shape that gets no graph is not padded"
+
+
+def test_another_stream_waits_for_the_last_one_that_has_something_to_read(monkeypatch):
+    recorder, waits = Recorder.__new__(Recorder), []
+    recorder.device, recorder._last_reader = torch.device("cuda", 0), None
+    streams = [SimpleNamespace(wait_stream=lambda other, i=i: waits.append((i, streams.index(other)))) for i in (0, 1)]
+    for number in (0, 0, 1, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, number=number: streams[number])
+        recorder.follow_last_reader()
+    assert waits == [(1, 0), (0, 1)]
+
+
 def test_transformers_writes_out_no_mask_while_a_pass_is_recorded(monkeypatch):
     target, masks = FrozenTarget(make_target("qwen3"), IDS), []
     for layer in target.decoder.layers:
@@ -158,6 +203,16 @@ def test_transformers_writes_out_no_mask_while_a_pass_is_recorded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     target(*make_batch(3, 17))
     assert len(masks) == 5 and all(mask is None for mask in masks)
+
+
+def test_matrices_in_fp8_count_as_parameters_of_a_target_that_keeps_its_device_busy(recorder, monkeypatch):
+    monkeypatch.setattr(graphed_decoder, "is_on_one_cuda_device", lambda model: True)
+    target = make_target("llama")
+    num_weights = target.num_parameters()
+    too_many = 3_000_000_000_000 // num_weights + 1
+    assert launches_outweigh(target, too_many // 2) and not launches_outweigh(target, too_many)
+    assert quantize_to_fp8(target.model, smallest=16) and target.num_parameters() < num_weights / 2
+    assert not launches_outweigh(target, too_many)
 
 
 def test_graphs_are_for_one_cuda_device_and_for_passes_that_end_before_they_are_launched(tiny_qwen3):
