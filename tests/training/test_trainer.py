@@ -398,8 +398,22 @@ def test_layers_of_target_and_drafter_are_compiled_only_if_asked_for_on_a_cpu(tm
 
 def test_graphs_are_recorded_by_themselves_on_cuda_only(tmp_path):
     assert [target._graphed for target in make_trainer(tmp_path, targets_per_process=2).targets] == [None, None]
-    with pytest.raises(ValueError, match="on one CUDA device"):
+    with pytest.raises(ValueError, match="--target_cuda_graphs on` takes a GPU"):
         make_trainer(tmp_path, target_cuda_graphs="on")
+
+
+@pytest.mark.parametrize("outweighs", [True, False])
+def test_graphs_are_recorded_where_launches_outweigh_unless_told_otherwise(tmp_path, monkeypatch, outweighs):
+    asked, recorded = [], []
+    monkeypatch.setattr(
+        "hf_dflash.training.trainer.launches_outweigh", lambda model, num_tokens: asked.append(num_tokens) or outweighs
+    )
+    monkeypatch.setattr(FrozenTarget, "record_graphs", lambda target: recorded.append(target))
+    for value, wanted in (("auto", outweighs), ("off", False)):
+        trainer = make_trainer(tmp_path, target_cuda_graphs=value, targets_per_process=2)
+        assert recorded == (trainer.targets if wanted else [])
+        recorded.clear()
+    assert asked == [trainer.args.token_budget] * 2
 
 
 def test_a_head_in_fp8_trains_nearly_as_well_and_measures_as_ever(tmp_path):
