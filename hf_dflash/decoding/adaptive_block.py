@@ -3,7 +3,8 @@
 """How many drafts of a block are worth verifying, from what was accepted and what blocks cost so far.
 
 The drafter proposes a whole block at one price. Verifying more of it costs more the more the target is busy (many rows, a
-CPU), and the last slots are rarely accepted. The output does not depend on the choice.
+CPU), and the last slots are rarely accepted. Greedy output does not depend on the choice, nor does
+the distribution of sampled output: its random numbers do, so a seed repeats it only by chance.
 
 This file is shipped beside a drafter's `custom_generate/generate.py`: it imports torch, transformers and its siblings only.
 """

@@ -87,7 +87,10 @@ class SpeculativeLoop:
         self.target, self.logits_processor = target, logits_processor
         self.cache_name = name_of_cache(target)
         self.do_sample = generation_config.do_sample
-        self.sample_drafts = self.sample_drafts and self.do_sample
+        if self.sample_drafts and not self.do_sample:
+            raise ValueError(
+                "`sample_drafts` draws drafts where tokens are drawn: pass `do_sample=True` too, or leave it out."
+            )
         # End tokens and lengths are checked on the host, without asking the device at every token.
         end_criteria = [c for c in stopping_criteria if type(c) is EosTokenCriteria]
         length_criteria = [c for c in stopping_criteria if type(c) is MaxLengthCriteria]

@@ -5,6 +5,7 @@
 This file is shipped to the Hub beside the weights: it imports torch, transformers and its siblings only.
 """
 
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -300,8 +301,9 @@ def create_drafter_config(
 
     Raises:
         `ValueError`: if the mask token is out of range, the pad token or cannot be found; if a layer id is unusable; if
-            the target states no `rope_theta`.
+            the target states no `rope_theta`; if an override is no field.
     """
+    _check_fields(overrides)
     text_config = target_config.get_text_config(decoder=True)
     pad_token_ids = {text_config.pad_token_id, getattr(target_config, "pad_token_id", None)} - {None}
     if tokenizer is not None:
@@ -355,6 +357,17 @@ def create_drafter_config(
         is_causal=is_causal,
         **values,
     )
+
+
+def _check_fields(names) -> None:
+    """A config keeps any name it is given: a misspelt one would change nothing."""
+    known = {*vars(DFlashConfig()), "pad_token_id", "eos_token_id", "bos_token_id", "attn_implementation"}
+    # Of earlier releases; the config answers them itself.
+    known |= {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+    for name in names:
+        if name not in known:
+            close = ", ".join(get_close_matches(name, known)) or "see `DFlashConfig`"
+            raise ValueError(f"`{name}` is no field of a drafter's configuration: {close}.")
 
 
 def _intermediate_size(text_config) -> int:

@@ -114,6 +114,8 @@ class _SlotLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_losses, _):
         gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            raise RuntimeError("The loss's gradient is made once: call `backward` once, or compute the loss again.")
         return gradient.mul_(grad_losses[:, None]), None, None, None, None, None, None
 
 

@@ -518,6 +518,12 @@ def test_ways_to_search_that_would_not_be_followed_are_refused(argument):
         speculative_generate(target, make_drafter(target), draw_prompt(4, 0), max_new_tokens=5, **argument)
 
 
+def test_drafts_are_drawn_only_where_tokens_are():
+    target = make_target("llama")
+    with pytest.raises(ValueError, match="pass `do_sample=True` too"):
+        speculative_generate(target, make_drafter(target), draw_prompt(4, 0), max_new_tokens=5, sample_drafts=True)
+
+
 @pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_hidden_states", "output_attentions"])
 def test_outputs_that_would_not_be_made_are_refused(name):
     target = target_of("qwen3")

@@ -275,3 +275,11 @@ def test_a_target_without_rope_theta_needs_rope_parameters():
     config.rms_norm_eps = config.intermediate_size = None
     with pytest.raises(ValueError, match="rope_parameters="):
         create_drafter_config(config, mask_token_id=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("block_sise", "block_size"), ("mask_token", "mask_token_id"), ("x", "see")]
+)
+def test_a_misspelt_field_is_refused_and_the_one_that_was_meant_named(name, meant):
+    with pytest.raises(ValueError, match=f"`{name}` is no field .*{meant}"):
+        create_drafter_config(TARGETS["qwen3"][0], mask_token_id=7, **{name: 4})

@@ -317,3 +317,14 @@ def test_a_decay_too_fast_for_the_dtype_leaves_the_first_slot(dtype):
     for gamma in (1e-2, 1e-46, 5e-324):
         assert position_weights(4, gamma, dtype=dtype)[0] == 1
         assert position_weights(4, gamma, dtype=dtype)[1:].max() < 1e-40
+
+
+def test_a_second_backward_says_that_the_gradient_is_made_once():
+    head = make_head()
+    hidden_states = torch.randn(2, 3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    loss, _ = compute_dflash_loss(
+        hidden_states, head, torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool)
+    )
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call `backward` once"):
+        loss.backward()
