@@ -12,8 +12,7 @@ import transformers
 
 from ..command_line import DTYPES, CommandParser, at_least_one, available_device
 from ..data.local_generation import LocalSampling
-from ..drafter.configuration_dflash import DFlashConfig
-from ..hub.drafter_files import open_folder, read_config, read_native_drafter
+from ..hub.drafter_files import read_native_drafter
 from .benchmark import MAX_NEW_TOKENS, OURS_ONLY, measure_acceptance
 from .prompt_sets import PROMPT_SETS, load_prompt_set
 from .prompts import load_prompts
@@ -50,12 +49,6 @@ def main(argv: list[str] | None = None) -> int:
         else:
             prompts += load_prompts(name, args.limit)
 
-    model_type = read_config(open_folder(args.drafter)).get("model_type")
-    if model_type != DFlashConfig.model_type:
-        raise ValueError(
-            f"--drafter {args.drafter} is no drafter in hf_dflash's own layout (its `model_type` is {model_type!r}): give the "
-            "folder of a drafter, or `hf-dflash import` another project's first."
-        )
     drafter = read_native_drafter(args.drafter)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template is not None:

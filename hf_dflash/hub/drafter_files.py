@@ -18,6 +18,8 @@ from ..drafter.modeling_dflash import DFlashForSpeculation
 WEIGHTS_FILE = "model.safetensors"
 # Where they lie beside a drafter, `AutoModel` loads another one with this adapter in its place.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+# How the names of their architectures end.
+_TARGETS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def open_folder(name_or_path: str | Path) -> Path:
@@ -46,15 +48,29 @@ def read_config(folder: Path) -> dict:
 
     Raises:
         `FileNotFoundError`: if there is none.
-        `ValueError`: if it is no JSON object, or there is a drafter and an adapter.
+        `ValueError`: if it is no JSON object, or a target's, or there is a drafter and an adapter, or adapters name each other.
         `OSError`: if the drafter below an adapter cannot be read.
     """
-    if is_adapter(folder):
-        return read_config(_open_base(folder))
+    adapters = []
+    while is_adapter(folder):
+        if folder.resolve() in adapters:
+            raise ValueError(
+                f"There is no drafter below the adapter in {folder}: following `base_model_name_or_path` in {ADAPTER_FILES[0]} leads "
+                "back to it. Put the folder or Hub id of the drafter there."
+            )
+        adapters.append(folder.resolve())
+        folder = _open_base(folder)
     path = folder / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{folder} has no config.json.")
-    return _read_object(path)
+    config = _read_object(path)
+    architecture = str((config.get("architectures") or [None])[0])
+    if architecture.endswith(_TARGETS) and "speculators_model_type" not in config:
+        raise ValueError(
+            f"{folder} is a {architecture}, a target and no drafter: only DFlash drafters can be imported, exported, measured or "
+            "gone on from."
+        )
+    return config
 
 
 def _read_object(path: Path) -> dict:

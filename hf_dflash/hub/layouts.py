@@ -57,8 +57,8 @@ def export_drafter(
     Writes the serving form of a drafter: bf16, one weights file, remote code, `custom_generate/` and a card.
 
     Args:
-        drafter (`str`, `Path` or [`DFlashForSpeculation`]):
-            Native folder, Hub id or model.
+        drafter (`str`, `Path`, [`DFlashForSpeculation`] or `peft.PeftModel`):
+            Native folder, Hub id or model. An adapter is merged, in fp32 as that of a folder; the model stays as it is.
         output_dir (`str` or `Path`):
             A folder that does not exist yet, or an empty one. It appears complete or not at all.
         target (`str` or `PreTrainedConfig`, *optional*):
@@ -86,6 +86,8 @@ def export_drafter(
     if unknown:
         raise ValueError(f"There is no serving engine {sorted(unknown)}: choose from {', '.join(SERVING_ENGINES)}.")
     record = curves = None
+    if hasattr(drafter, "merge_and_unload"):
+        drafter = copy.deepcopy(drafter).float().merge_and_unload()
     if isinstance(drafter, DFlashForSpeculation):
         config, tensors = drafter.config, drafter.state_dict()
     else:

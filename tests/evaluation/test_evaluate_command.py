@@ -11,6 +11,7 @@ from tiny_models import make_target
 
 from hf_dflash.cli import main as hf_dflash
 from hf_dflash.evaluation.benchmark import measure_acceptance
+from hf_dflash.hub import drafter_files
 
 
 def test_evaluate_command_writes_table_json_and_plot(tokenizer, tmp_path, capsys, monkeypatch):
@@ -57,7 +58,22 @@ def test_a_target_in_the_drafters_place_is_refused_by_name(tokenizer, tmp_path, 
     prompts.write_text('{"prompt": "w9 w10"}\n')
     target = str(tmp_path / "target")
     assert hf_dflash(["evaluate", "--target", target, "--drafter", target, "--prompts", str(prompts)]) == 2
-    assert f"--drafter {target} is no drafter" in capsys.readouterr().err
+    assert f"{target} is a Qwen3_5ForCausalLM, a target and no drafter" in capsys.readouterr().err
+
+
+def test_the_hub_is_asked_once_for_a_drafter(tokenizer, tmp_path, monkeypatch):
+    target = make_target("qwen3")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter(target, block_size=4).save_pretrained(tmp_path / "drafter")
+    asked = []
+    monkeypatch.setattr(
+        drafter_files, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path / "drafter")
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w9"}\n')
+    options = ["--target", str(tmp_path / "target"), "--prompts", str(tmp_path / "prompts.jsonl"), "--device", "cpu"]
+    assert hf_dflash(["evaluate", "--drafter", "org/drafter", *options, "--max-new-tokens", "2"]) == 0
+    assert asked == ["org/drafter"]
 
 
 def test_a_prompt_file_given_twice_does_not_count_twice(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,8 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
+import json
+import shutil
+
 import pytest
 import torch
 from oracle_drafter import make_drafter
@@ -8,6 +11,7 @@ from tiny_models import make_target
 
 from hf_dflash.cli import main as hf_dflash
 from hf_dflash.hub.drafter_files import check_is_free, complete_or_absent, read_native_drafter
+from hf_dflash.hub.layouts import export_drafter
 from hf_dflash.training.warm_start import load_drafter
 
 
@@ -75,6 +79,46 @@ def test_an_adapter_whose_drafter_is_gone_says_which_and_where_to_put_another(ad
         OSError, match=r"adapter for the drafter .*drafter, which cannot be read: put .*base_model_name_or_path"
     ):
         read_native_drafter(adapter[0])
+
+
+@pytest.mark.parametrize("names", [["own"], ["own", "other"]])
+def test_adapters_that_name_each_other_are_refused(adapter, tmp_path, names):
+    for name, below in zip(names, names[1:] + names[:1], strict=True):
+        shutil.copytree(adapter[0], tmp_path / name)
+        path = tmp_path / name / "adapter_config.json"
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({**values, "base_model_name_or_path": str(tmp_path / below)}))
+    with pytest.raises(
+        ValueError, match=r"no drafter below the adapter in .*own: following `base_model_name_or_path`"
+    ):
+        load_drafter(str(tmp_path / "own"))
+
+
+def test_a_model_with_an_adapter_is_exported_as_its_folder_is_and_stays_as_it_was(adapter, saved, tmp_path):
+    peft = pytest.importorskip("peft")
+    # Merged in bf16, some weights would be rounded otherwise.
+    drafter = read_native_drafter(saved[1]).bfloat16()
+    drafter.save_pretrained(saved[1])
+    model = peft.PeftModel.from_pretrained(drafter, str(adapter[0])).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"target": make_target("qwen3").config, "target_name": "org/target"}
+    export_drafter(adapter[0], tmp_path / "of_folder", **options)
+    export_drafter(model, tmp_path / "of_model", **options)
+    expected = load_file(tmp_path / "of_folder" / "model.safetensors")
+    exported = load_file(tmp_path / "of_model" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.items())
+    after = model.state_dict()
+    assert after.keys() == before.keys() and model.training
+    assert all(
+        torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in after.items()
+    )
+
+
+def test_a_target_in_a_drafters_place_is_named_as_such(saved, tmp_path):
+    for read in (read_native_drafter, load_drafter):
+        with pytest.raises(ValueError, match="target is a Qwen3ForCausalLM, a target and no drafter"):
+            read(tmp_path / "target")
 
 
 def test_a_folder_with_a_drafter_and_an_adapter_is_neither(adapter, saved):
