@@ -166,29 +166,54 @@ def _folders_that_are_not_there(arguments: list[str]) -> list[str]:
 
 def _models(arguments: list[str]) -> list[tuple[str, str]]:
     words = [word for argument in arguments for word in argument.split("=", 1)]
-    return [(option, name) for option, name in itertools.pairwise(words) if option in ("--target", "--drafter")]
+    options = ("--target", "--target-model", "--target_model", "--drafter")
+    return [(option, name) for option, name in itertools.pairwise(words) if option in options]
 
 
 def _check_targets(arguments: list[str]) -> None:
-    """Before anything loads: transformers would ask whether to run a drafter's code, and then miss a tokenizer.
+    """
+    Before anything loads: transformers would ask whether to run a drafter's code and then miss a tokenizer, or make a target of
+    random weights of an exported one, which calls itself a Qwen3.
 
     Raises:
-        `ValueError`: if a drafter's folder stands in the target's place.
+        `ValueError`: if a drafter, or an adapter on one, stands in the target's place.
     """
     for option, name in _models(arguments):
-        config = Path(name, "config.json")
-        if option != "--target" or not config.is_file():
-            continue
-        try:
-            values = json.loads(config.read_text(encoding="utf-8"))
-            is_drafter = values.get("model_type") == "dflash" or "DFlashDraftModel" in (
-                values.get("architectures") or []
-            )
-        except (ValueError, AttributeError):
-            # Whoever reads it for good says what is wrong with it.
-            continue
-        if is_drafter:
-            raise ValueError(f"--target {name} is a DFlash drafter: give the model that it was trained for.")
+        if option != "--drafter" and _is_drafter(name):
+            raise ValueError(f"{option} {name} is a DFlash drafter: give the model that it was trained for.")
+
+
+def _is_drafter(name: str) -> bool:
+    config = _read_config(name, "config.json")
+    if config is None:
+        adapter = _read_config(name, "adapter_config.json") or {}
+        below = adapter.get("auto_mapping")
+        if isinstance(below, dict) and below.get("base_model_class") == "DFlashForSpeculation":
+            return True
+        config = _read_config(str(adapter.get("base_model_name_or_path")), "config.json") if adapter else None
+    config = config or {}
+    return config.get("model_type") == "dflash" or "DFlashDraftModel" in (config.get("architectures") or [])
+
+
+def _read_config(name: str, file: str) -> dict | None:
+    """A configuration of a folder or a Hub repository; `None` where it cannot be read, of which whoever needs it says why."""
+    try:
+        if os.path.isdir(name):
+            path = os.path.join(name, file)
+        else:
+            # Here: most commands are given folders.
+            from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+
+            path = try_to_load_from_cache(name, file)
+            if not isinstance(path, str):
+                # Asked first, since a download tries for half a minute where the Hub cannot be reached.
+                if file not in [sibling.rfilename for sibling in HfApi().model_info(name, timeout=10).siblings]:
+                    return None
+                path = hf_hub_download(name, file)
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except Exception:
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def _version() -> str:

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_dflash Authors. All rights reserved.
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -171,10 +172,33 @@ def test_a_folder_that_is_there_is_not_blamed(command, capsys, tmp_path):
 def test_a_drafter_in_the_targets_place_is_refused_before_anything_loads(
     config, is_drafter, command, capsys, tmp_path
 ):
-    command(lambda arguments: 0)
+    command(lambda arguments: 0, "check")
     (tmp_path / "config.json").write_text(config)
-    assert cli.main(["tokenize", "a.jsonl", "--target", str(tmp_path)]) == 2 * is_drafter
-    assert (f"--target {tmp_path} is a DFlash drafter: give the model" in capsys.readouterr().err) == is_drafter
+    for option in ("--target", "--target-model", "--target_model"):
+        assert cli.main(["check", "dataset", option, str(tmp_path)]) == 2 * is_drafter
+        assert (f"{option} {tmp_path} is a DFlash drafter: give the model" in capsys.readouterr().err) == is_drafter
+
+
+@pytest.mark.parametrize(
+    ("adapter", "is_drafter"),
+    [
+        ({"auto_mapping": {"base_model_class": "DFlashForSpeculation"}}, True),
+        ({"auto_mapping": None, "base_model_name_or_path": "dflash"}, True),
+        ({"auto_mapping": None, "base_model_name_or_path": "qwen3"}, False),
+        ({"auto_mapping": {"base_model_class": "Qwen3ForCausalLM"}, "base_model_name_or_path": "gone"}, False),
+    ],
+)
+def test_an_adapter_in_the_targets_place_is_refused_if_it_is_one_on_a_drafter(
+    adapter, is_drafter, command, tmp_path, monkeypatch
+):
+    command(lambda arguments: 0)
+    monkeypatch.chdir(tmp_path)
+    for name in ("dflash", "qwen3", "adapter"):
+        (tmp_path / name).mkdir()
+    for name in ("dflash", "qwen3"):
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    assert cli.main(["tokenize", "a.jsonl", "--target", "adapter"]) == 2 * is_drafter
 
 
 @pytest.mark.parametrize("argv", [["--debug", "tokenize"], ["tokenize", "--debug"]])

@@ -12,13 +12,14 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from hub_server import HubServer
+from hub_server import HubServer, Repository
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load, load_file
 from tiny_drafters import make_drafter
 from tiny_models import make_target
 
+from hf_dflash import cli
 from hf_dflash.hub import publishing
 from hf_dflash.hub.commits import commit_folder
 from hf_dflash.hub.drafter_files import open_folder
@@ -449,6 +450,20 @@ def test_of_a_repository_with_checkpoints_the_drafter_alone_is_downloaded(drafte
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     folder = open_folder("alice/with_checkpoints")
     assert "model.safetensors" in os.listdir(folder) and "last-checkpoint" not in os.listdir(folder)
+
+
+@pytest.mark.parametrize("revision", ["main", "serving"])
+def test_a_published_drafter_in_the_targets_place_is_refused_before_anything_loads(
+    revision, drafter, hub, tmp_path, monkeypatch, capsys
+):
+    # Of a serving form, transformers would make a Qwen3 of random weights.
+    copied = hub.repositories["alice/as_target"] = Repository("alice")
+    copied.commit("main", "a copy", hub.files("alice/every_save", revision))
+    address = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert cli.main(["check", "dataset", "--target-model", "alice/as_target"]) == 2
+    assert "--target-model alice/as_target is a DFlash drafter: give the model" in capsys.readouterr().err
 
 
 def test_a_short_name_is_that_of_ones_own_repository(drafter, hub):
