@@ -247,7 +247,11 @@ def _add_repetition_penalty(sampling: LocalSampling, config: "GenerationConfig")
             unheeded.pop(name, None)
     if unheeded:
         settings = ", ".join(f"{name} {value}" for name, value in unheeded.items())
-        logger.warning(f"Replies are written without what the target's generation config says beside: {settings}.")
+        options = " ".join(f"--{name} {unheeded[name]}" for name in ("top_p", "top_k") if name in unheeded)
+        logger.warning(
+            f"Replies are written without what the target's generation config says beside: {settings}."
+            + (f" To write them with it, give {options}." if options else "")
+        )
     return replace(sampling, repetition_penalty=penalty)
 
 

@@ -176,10 +176,10 @@ def test_a_repetition_penalty_of_the_target_is_applied_and_other_settings_are_na
 
     target.generation_config.no_repeat_ngram_size, target.generation_config.top_k = 3, 20
     generate_completions_locally(prompts, tmp_path / "greedy", target, **options)
-    assert "says beside: no_repeat_ngram_size 3." in caplog.text
+    assert caplog.messages[-1].endswith("says beside: no_repeat_ngram_size 3.")
     caplog.clear()
     generate_completions_locally(prompts, tmp_path / "drawn", target, temperature=0.5, **options)
-    assert "says beside: no_repeat_ngram_size 3, top_k 20." in caplog.text
+    assert "says beside: no_repeat_ngram_size 3, top_k 20. To write them with it, give --top_k 20." in caplog.text
 
 
 def test_prompts_that_leave_no_room_in_the_targets_context_fail(tmp_path, target_folder):
