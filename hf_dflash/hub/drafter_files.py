@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashForSpeculation
@@ -121,6 +121,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         `FileNotFoundError`: if there are none, or the index names a shard that is missing.
+        `ValueError`: if a file is damaged.
         `ImportError`: if peft is needed and missing, saying what to install.
     """
     if is_adapter(folder):
@@ -136,8 +137,13 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         raise FileNotFoundError(f"{folder} has no {', '.join(missing)}: a drafter's weights are expected there.")
     tensors = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} is damaged or was not copied whole: take it from its source again. {error}"
+            ) from error
     return tensors
 
 

@@ -115,6 +115,14 @@ def test_a_model_with_an_adapter_is_exported_as_its_folder_is_and_stays_as_it_wa
     )
 
 
+@pytest.mark.parametrize("size", [0, 5000])
+def test_weights_that_were_not_copied_whole_are_refused_by_name(saved, size):
+    path = saved[1] / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or was not copied whole"):
+        read_native_drafter(saved[1])
+
+
 def test_a_target_in_a_drafters_place_is_named_as_such(saved, tmp_path):
     for read in (read_native_drafter, load_drafter):
         with pytest.raises(ValueError, match="target is a Qwen3ForCausalLM, a target and no drafter"):
