@@ -69,6 +69,8 @@ class ObjectStore:
             Address of the service. By default boto3's own choice (`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`, Amazon).
         max_attempts (`int`, *optional*, defaults to 8):
             How often a request is tried, with exponential back-off between.
+        timeout (`float`, *optional*, defaults to 60):
+            Seconds to wait for a connection, and then for each answer.
         concurrency (`int`, *optional*, defaults to 8):
             Objects (and parts of a large object) that are transferred at the same time.
         dry_run (`bool`, *optional*, defaults to `False`):
@@ -85,6 +87,7 @@ class ObjectStore:
         *,
         endpoint_url: str | None = None,
         max_attempts: int = 8,
+        timeout: float = 60,
         concurrency: int = 8,
         dry_run: bool = False,
         report: Callable[[str], None] = print,
@@ -104,7 +107,10 @@ class ObjectStore:
             "s3",
             endpoint_url=endpoint_url,
             config=Config(
-                retries={"mode": "standard", "total_max_attempts": max_attempts}, max_pool_connections=2 * concurrency
+                retries={"mode": "standard", "total_max_attempts": max_attempts},
+                connect_timeout=timeout,
+                read_timeout=timeout,
+                max_pool_connections=2 * concurrency,
             ),
         )
         self._transfer = TransferConfig(
@@ -325,6 +331,28 @@ class ObjectStore:
                     )
         return count
 
+    def check_access(self, uri: str) -> None:
+        """
+        Asks whether objects whose URI starts with `uri` may be listed, read and written. Nothing is: an upload in parts is begun
+        and given up.
+
+        Raises:
+            `FileNotFoundError`: if there is no such bucket.
+            `PermissionError`: if there are no credentials, or they do not suffice.
+            `OSError`: if there is no answer.
+        """
+        from botocore.exceptions import ClientError
+
+        bucket, key = split_uri(uri)
+        with _named_errors(uri):
+            self._client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
+            self._head(uri)
+            upload = self._client.create_multipart_upload(Bucket=bucket, Key=key)
+            with contextlib.suppress(
+                ClientError
+            ):  # without parts it holds nothing, and uploads do without this permission
+                self._client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload["UploadId"])
+
     # ---- the latest of several folders
 
     def write_latest(self, uri: str, name: str) -> None:
@@ -384,7 +412,10 @@ def _named_errors(uri: str) -> Iterator[None]:
     except ClientError as error:
         code, message = error.response["Error"].get("Code", "?"), error.response["Error"].get("Message", "")
         kind = {"NoSuchBucket": FileNotFoundError, "NoSuchKey": FileNotFoundError, "404": FileNotFoundError}
-        kind |= {"AccessDenied": PermissionError, "403": PermissionError}
+        kind |= {"ExpiredToken": PermissionError, "InvalidToken": PermissionError}
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] == 403:
+            # Keys that nobody knows, signatures that do not fit, and the like have codes of their own.
+            kind[code] = PermissionError
         raise kind.get(code, OSError)(f"{uri}: {code} {message}") from error
     except (BotoCoreError, Boto3Error) as error:
         raise OSError(f"{uri}: {error}") from error

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """A real S3 server on the loopback interface (moto's), for tests that go through boto3 and the network."""
 
+import json
 import logging
 import os
 from contextlib import contextmanager
@@ -38,3 +39,29 @@ def running_s3(bucket: str = "bucket"):
         server.stop()
         # What is stored belongs to the process, not to the server: the next one would begin with it.
         get_backend("s3").reset()
+
+
+@contextmanager
+def credentials_that_may(*actions: str):
+    """In this process's environment: keys that a running server lets do this and nothing else, such as `s3:GetObject`."""
+    from moto import settings
+    from moto.core.responses import ActionAuthenticatorMixin
+
+    iam = boto3.client("iam", endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"])
+    iam.create_user(UserName="user")
+    policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": list(actions), "Resource": "*"}]}
+    iam.put_user_policy(UserName="user", PolicyName="policy", PolicyDocument=json.dumps(policy))
+    key = iam.create_access_key(UserName="user")["AccessKey"]
+    names = {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+    try:
+        with (
+            mock.patch.dict(os.environ, names),
+            # From the next request on.
+            mock.patch.object(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0),
+            mock.patch.object(ActionAuthenticatorMixin, "request_count", 0),
+        ):
+            yield
+    finally:
+        iam.delete_access_key(UserName="user", AccessKeyId=key["AccessKeyId"])
+        iam.delete_user_policy(UserName="user", PolicyName="policy")
+        iam.delete_user(UserName="user")

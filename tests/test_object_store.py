@@ -2,12 +2,13 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 import logging
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import boto3
 import pytest
-from s3_server import ENVIRONMENT, running_s3
+from s3_server import ENVIRONMENT, credentials_that_may, running_s3
 
 from hf_dflash import object_store
 from hf_dflash.object_store import ObjectStore, split_uri
@@ -198,3 +199,31 @@ def test_credentials_come_from_boto3_and_are_in_no_message_and_no_log(s3, caplog
             os.environ.pop(name, None)
         with pytest.raises(PermissionError, match="boto3 finds no credentials"):
             ObjectStore(endpoint_url=s3).read("s3://bucket/logged")
+
+
+def test_access_that_lacks_anything_an_upload_needs_is_refused_and_nothing_is_written_to_find_out(s3):
+    bucket, needed = {"Bucket": "bucket"}, ("s3:ListBucket", "s3:GetObject", "s3:PutObject")
+    uri = "s3://bucket/access/checkpoint-"
+    before = ObjectStore().list_objects("s3://bucket/")
+    ObjectStore().check_access(uri)
+    assert ObjectStore().list_objects("s3://bucket/") == before
+    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(**bucket)
+    for missing in needed:
+        with (
+            credentials_that_may(*(action for action in needed if action != missing)),
+            pytest.raises(PermissionError, match=uri),
+        ):
+            ObjectStore().check_access(uri)
+    with credentials_that_may(*needed):
+        ObjectStore().check_access(uri)
+        with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "nobody's"}), pytest.raises(PermissionError):
+            ObjectStore().check_access(uri)
+    with pytest.raises(FileNotFoundError, match="s3://no-such-bucket/x: NoSuchBucket"):
+        ObjectStore().check_access("s3://no-such-bucket/x")
+
+
+def test_a_store_that_says_nothing_is_waited_for_no_longer_than_was_asked_for():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with mock.patch.dict(os.environ, ENVIRONMENT), pytest.raises(OSError, match="s3://bucket/x: Read timeout"):
+            ObjectStore(endpoint_url=url, max_attempts=1, timeout=0.2).check_access("s3://bucket/x")

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """What the processes of a run tell one another on the host, with patience and without touching a device."""
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -39,3 +40,24 @@ class HostGroup:
     def wait(self) -> None:
         """Waits until every process is here."""
         self.sum(0.0)
+
+    def on_first_rank(self, action: Callable[[], None]) -> None:
+        """
+        Does something on the first rank, for which the others wait. Where it fails, all of them do: none is left waiting.
+
+        Args:
+            action (`Callable`): what is done.
+
+        Raises:
+            `Exception`: what the action raised, on the first rank.
+            `ValueError`: on the others then.
+        """
+        failure = None
+        if self._group is None or dist.get_rank() == 0:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - raised below, once the others know
+                failure = error
+        (failures,) = self.sum(failure is not None)
+        if failures:
+            raise failure or ValueError("The first process of this run was refused: see its error.")

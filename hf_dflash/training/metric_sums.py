@@ -5,6 +5,7 @@
 Never a mean of means: a ratio is made where it is logged. Everything is fp64, so counts are exact.
 """
 
+import math
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ..atomic_files import replacing
 
 # Each of one element, except those that are kept for each of the B - 1 drafts.
 _SUMS = ("loss", "steps", "accepted", "blocks", "tokens", "padded_tokens", "skipped_blocks", "skipped_steps")
+# Of the whole run, up to its last log.
+_SUMS_OF_THE_RUN = ("run_loss", "run_steps")
 _EVALUATION_SUMS = ("weight", "walk_tokens", "walk_blocks", "agreeing", "replied")
 _SUMS_BY_SLOT = ("correct", "supervised")
 
@@ -23,7 +26,8 @@ Sums = dict[str, torch.Tensor]
 
 def new_sums(block_size: int, device: torch.device) -> Sums:
     """All sums at zero."""
-    sizes = dict.fromkeys(_SUMS_BY_SLOT, block_size - 1) | dict.fromkeys(_SUMS + _EVALUATION_SUMS, 1)
+    sizes = dict.fromkeys(_SUMS_BY_SLOT, block_size - 1)
+    sizes |= dict.fromkeys(_SUMS + _SUMS_OF_THE_RUN + _EVALUATION_SUMS, 1)
     return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
 
@@ -31,6 +35,12 @@ def add_sums(sums: Sums, more: Sums) -> None:
     """Adds in place."""
     for name, value in more.items():
         sums[name] += value
+
+
+def begin_window(sums: Sums) -> Sums:
+    """What is summed from a log on: nothing yet, beside the whole run's loss, to which the window that ends is added."""
+    fresh = {name: torch.zeros_like(value) for name, value in sums.items()}
+    return fresh | {"run_loss": sums["run_loss"] + sums["loss"], "run_steps": sums["run_steps"] + sums["steps"]}
 
 
 def reduce_sums(sums: Sums, accelerator) -> Sums:
@@ -42,6 +52,11 @@ def reduce_sums(sums: Sums, accelerator) -> Sums:
 def ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> float:
     """0 for an empty denominator: a log line without any block must not be NaN."""
     return float(numerator) / float(denominator) if float(denominator) > 0 else 0.0
+
+
+def mean_loss(loss: torch.Tensor, steps: torch.Tensor) -> float:
+    """Over the steps that were taken; NaN if none was."""
+    return ratio(loss, steps) if steps > 0 else math.nan
 
 
 def save_sums(sums: Sums, checkpoint: str, rank: int) -> None:

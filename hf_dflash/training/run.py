@@ -36,7 +36,8 @@ from .checks import check_can_train
 from .evaluation import METRICS
 from .host_group import HostGroup
 from .plan import check_launch, describe_plan, place_targets_of_this_process
-from .s3_checkpoints import locate_checkpoint
+from .run_lock import only_run_in
+from .s3_checkpoints import check_can_upload, locate_checkpoint
 from .target_loading import load_targets
 from .trainer import DFlashTrainer
 from .warm_start import initialize_from_target, load_drafter
@@ -435,6 +436,8 @@ def make_trainer(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrai
     check_held_out(job, args)
     # Found once: `latest.json` of an S3 prefix is not asked again when training begins.
     args.resume_from_checkpoint = choose_checkpoint(args)
+    if args.checkpoint_uri:
+        HostGroup(args.world_size).on_first_rank(lambda: check_can_upload(args.checkpoint_uri))
     places = place_targets_of_this_process(args.target_devices, args.targets_per_process, args.device.type == "cpu")
     drafter = make_drafter(job, args)
     check_can_train(drafter, args)
@@ -485,8 +488,12 @@ def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
     Returns:
         [`DFlashTrainer`]: after training.
     """
-    trainer = make_trainer(job, args)
-    train_and_save(trainer)
+    # Before the lock: several processes that are not one launch would be told that they keep one another out.
+    check_launch(args.world_size)
+    # From here on, as tokenizing and loading write there too, or take long.
+    with only_run_in(args.output_dir, HostGroup(args.world_size)):
+        trainer = make_trainer(job, args)
+        train_and_save(trainer)
     return trainer
 
 

@@ -110,7 +110,7 @@ class S3Callback(TrainerCallback):
                 logger.warning(f"{staged.name} could not be copied to {self.uri}; training goes on. {error}")
 
     def _look_ahead(self, is_new: bool) -> None:
-        """Says at once, not hours later at the first checkpoint, that there is no such bucket, or that it has another run."""
+        """Says at once, not hours later at the first checkpoint, that there is no answer, or that another run is there."""
         try:
             others = self.store.list_objects(f"{self.uri}/checkpoint-")
         except Exception as error:  # noqa: BLE001 - neither does this end training
@@ -154,6 +154,35 @@ def _copy_run_log(output_dir: str, staged: Path) -> None:
     except OSError as error:
         (staged / RUN_LOG).unlink(missing_ok=True)
         logger.warning_once(f"{staged.name} goes to S3 without the run log. {error}")
+
+
+def check_can_upload(uri: str) -> None:
+    """
+    Refuses a place to which no checkpoint could ever be copied: a run would go on for days without one. A store that gives no
+    answer is none of these, for it may be reached later; [`S3Callback`] says that, and tries for longer.
+
+    Args:
+        uri (`str`): `--checkpoint_uri`.
+
+    Raises:
+        `FileNotFoundError`: if there is no such bucket.
+        `PermissionError`: if there are no credentials, or they may not list, read and write there.
+    """
+    # The run waits for this.
+    store = ObjectStore(max_attempts=2, timeout=10)
+    try:
+        store.check_access(f"{uri.rstrip('/')}/checkpoint-")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"`--checkpoint_uri {uri}`: create the bucket, or name another one. {error}"
+        ) from error
+    except PermissionError as error:
+        raise PermissionError(
+            f"`--checkpoint_uri {uri}`: give credentials that may list, read and write there (s3:ListBucket, s3:GetObject, "
+            f"s3:PutObject). {error}"
+        ) from error
+    except OSError:
+        pass
 
 
 def locate_checkpoint(uri: str, store: ObjectStore | None = None) -> str:

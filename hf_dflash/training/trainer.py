@@ -5,7 +5,6 @@
 Shapes as in block_batch.py: R rows, C context positions, A anchors of a row, B slots, N = R * A blocks, H hidden size.
 """
 
-import math
 import os
 import shutil
 from collections import deque
@@ -47,15 +46,16 @@ from .checks import check_arguments, check_can_train, check_fit, check_supervisi
 from .evaluation import HeldOutEvaluation
 from .host_group import HostGroup
 from .interruption import CatchUpCallback, StopCallback, StopSignals
-from .metric_sums import Sums, add_sums, load_sums, new_sums, ratio, reduce_sums, save_sums
+from .metric_sums import Sums, add_sums, begin_window, load_sums, mean_loss, new_sums, ratio, reduce_sums, save_sums
 from .micro_batches import MicroBatches
 from .muon import MuonWithAdamW
 from .plan import check_launch, place_targets_of_this_process
 from .publishing import HubPublishing
 from .resume_contract import check_contract, describe_run, read_contract
 from .resumed_options import keep_options
+from .run_lock import only_run_in
 from .run_watch import RunLogCallback, watch_run
-from .s3_checkpoints import S3Callback, fetch_checkpoint, locate_checkpoint
+from .s3_checkpoints import S3Callback, check_can_upload, fetch_checkpoint, locate_checkpoint
 from .step_times import StepTimes, StepTimesCallback
 from .target_loading import load_targets
 from .uploads import Uploads
@@ -393,14 +393,15 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what was summed since the last log: accuracy, the mean over anchors, tokens.
 
-        The loss is of these sums too: `Trainer` forgets its own at a stop, so a run that goes on would log another one.
+        The loss is of these sums too, and at the end that of the whole run: `Trainer` forgets its own at a stop, so a run that
+        goes on would log another one.
         """
         if self._stop_callback.is_stopping and "eval_runtime" in logs:
             return
         if "loss" in logs and "learning_rate" in logs:
             sums = reduce_sums(self._train_sums | self._step_times.collect(), self.accelerator)
-            self._train_sums = self._new_sums()
-            logs["loss"] = ratio(sums["loss"], sums["steps"]) if sums["steps"] > 0 else math.nan
+            self._train_sums = begin_window(self._train_sums)
+            logs["loss"] = mean_loss(sums["loss"], sums["steps"])
             logs["accuracy"] = ratio(sums["correct"].sum(), sums["supervised"].sum())
             logs["anchor_acceptance_length"] = 1 + ratio(sums["accepted"], sums["blocks"])
             logs["blocks"] = int(sums["blocks"])
@@ -411,6 +412,10 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
             if sums["skipped_steps"] > 0:
                 logs["skipped_nonfinite_steps"] = int(sums["skipped_steps"])
             logs |= self._step_times.figures(sums)
+        if "train_runtime" in logs:
+            # What `Trainer` has put there counts lost steps as 0, and knows nothing of the steps before a stop.
+            sums = reduce_sums(begin_window(self._train_sums), self.accelerator)
+            logs["train_loss"] = mean_loss(sums["run_loss"], sums["run_steps"])
         super().log(logs, start_time)
 
     # ---- Training, going on, stopping ----
@@ -423,10 +428,19 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         error status; a second signal ends the process at once.
 
         Raises:
-            `ValueError`: if the checkpoint is not whole or belongs to another run, naming both values.
+            `ValueError`: if the checkpoint is not whole or belongs to another run, naming both values; if another run is under
+                way in `output_dir`, naming its process.
+            `FileNotFoundError`, `PermissionError`: if nothing can be copied to `--checkpoint_uri`.
             `KeyboardInterrupt`, `SystemExit`: after a signal, once the checkpoint is saved.
             `TargetForwardError`: if a target failed, naming the rows, once the last whole step is saved.
         """
+        with only_run_in(self.args.output_dir, self._host_group):
+            if self.args.checkpoint_uri:
+                self._host_group.on_first_rank(lambda: check_can_upload(self.args.checkpoint_uri))
+            return self._train_alone(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train_alone(self, resume_from_checkpoint, trial, ignore_keys_for_eval):
+        """What [`~DFlashTrainer.train`] does in a folder that is this run's only."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = find_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -521,7 +535,9 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         # With a limit of 1 Trainer would delete the last step for the best one, from which a run that goes on, or is started again
         # behind its end, would repeat all steps since.
         with self._without_save_total_limit():
-            return super()._finalize_training(*args, **kwargs)
+            output = super()._finalize_training(*args, **kwargs)
+        # As it was logged.
+        return output._replace(training_loss=output.metrics["train_loss"])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the drafter: fp32 masters inside checkpoints, bf16 when called by a user."""

@@ -21,6 +21,8 @@ from tiny_training import (
 from worker import EQUAL_STEPS, RESUME, silent_dataset
 
 from hf_dflash.training.checkpoint import find_last_checkpoint
+from hf_dflash.training.host_group import HostGroup
+from hf_dflash.training.run_lock import only_run_in
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.compat]
@@ -119,6 +121,12 @@ def test_targets_that_compute_ahead_change_nothing_and_one_that_fails_stops_all_
 
 def test_data_slower_than_the_time_limit_of_collectives_is_waited_for(tmp_path):
     assert [rank["step"] for rank in launch("slow_data", tmp_path)] == [3, 3]
+
+
+def test_a_run_in_the_folder_of_another_one_is_refused_on_all_ranks(tmp_path):
+    with only_run_in(tmp_path, HostGroup(1)):
+        messages = [rank["message"] for rank in launch("refused", tmp_path)]
+    assert f"process {os.getpid()} on" in messages[0] and "first process" in messages[1]
 
 
 def test_when_one_rank_is_killed_the_other_ends_with_an_error(tmp_path):

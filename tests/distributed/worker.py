@@ -196,7 +196,16 @@ def killable(folder: Path) -> dict:
     return {}
 
 
-SCENARIOS = {function.__name__: function for function in (exactness, resume, pipeline, slow_data, killed, killable)}
+def refused(folder: Path) -> dict:
+    """A run in the folder of another one, which holds it in the test's process."""
+    try:
+        make_trainer(folder).train()
+    except ValueError as error:
+        return {"message": str(error)}
+    raise AssertionError("The refusal was not agreed.")
+
+
+SCENARIOS = {f.__name__: f for f in (exactness, resume, pipeline, slow_data, killed, killable, refused)}
 
 
 def main(scenario: str, folder: str) -> int:

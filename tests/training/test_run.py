@@ -250,6 +250,19 @@ def test_the_latest_checkpoint_of_an_s3_prefix_is_looked_up_once(arguments, tmp_
     assert asked == ["s3://bucket/run"]
 
 
+def test_a_bucket_that_does_not_exist_is_refused_before_anything_is_tokenized(arguments, tmp_path):
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto")
+    from s3_server import running_s3
+
+    with (
+        running_s3(),
+        pytest.raises(FileNotFoundError, match="`--checkpoint_uri s3://nowhere/run`: create the bucket"),
+    ):
+        run.main([*arguments, "--checkpoint_uri", "s3://nowhere/run"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_data_that_is_refused_gives_way_to_what_was_mended(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_job", run.make_trainer)
     completions = tmp_path / "completions.jsonl"

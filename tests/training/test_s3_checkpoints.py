@@ -13,13 +13,13 @@ from transformers import TrainerCallback
 pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
-from s3_server import running_s3  # noqa: E402
+from s3_server import credentials_that_may, running_s3  # noqa: E402
 
 from hf_dflash.monitor.history import RunHistory  # noqa: E402
 from hf_dflash.monitor.run_log import RUN_LOG  # noqa: E402
 from hf_dflash.object_store import ObjectStore  # noqa: E402
 from hf_dflash.training.checkpoint import CHECKPOINT_FILE, is_whole  # noqa: E402
-from hf_dflash.training.s3_checkpoints import S3Callback, fetch_checkpoint  # noqa: E402
+from hf_dflash.training.s3_checkpoints import S3Callback, check_can_upload, fetch_checkpoint  # noqa: E402
 
 
 def checkpoints(folder):
@@ -191,18 +191,33 @@ def test_a_prefix_may_be_named_like_a_checkpoint(s3, tmp_path):
     assert is_whole(fetch_checkpoint(f"{uri}/", tmp_path / "there"))
 
 
-@pytest.mark.parametrize(
-    ("uri", "message"),
-    [("s3://no-such-bucket/run", "cannot be read, .*NoSuchBucket"), (f"{URI}/taken", "has checkpoints already")],
-)
-def test_a_wrong_bucket_and_another_runs_checkpoints_are_told_before_the_first_checkpoint(
-    uri, message, s3, tmp_path, caplog
-):
-    options = {**SAVING, "save_strategy": "no", "max_steps": 1}
+def test_a_place_to_which_nothing_can_be_copied_is_refused_before_the_run_writes_anything(s3, tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match="`--checkpoint_uri s3://no-such-bucket/run`: create the bucket.*NoSuch"
+    ):
+        make_trainer(tmp_path, checkpoint_uri="s3://no-such-bucket/run", **SAVING).train()
+    with (
+        credentials_that_may("s3:ListBucket", "s3:GetObject"),
+        pytest.raises(
+            PermissionError, match=f"`--checkpoint_uri {URI}`: give credentials.*s3:PutObject.*AccessDenied"
+        ),
+    ):
+        make_trainer(tmp_path, checkpoint_uri=URI, **SAVING).train()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_gives_no_answer_is_warned_of_and_another_runs_checkpoints_too(s3, tmp_path, caplog, monkeypatch):
     ObjectStore().write(f"{URI}/taken/checkpoint-7/{CHECKPOINT_FILE}", b"{}")
+    # Nobody listens there.
+    nowhere = ObjectStore(endpoint_url="http://127.0.0.1:9", max_attempts=1)
+    callbacks = [S3Callback(URI, store=nowhere), S3Callback(f"{URI}/taken")]
     with caplog.at_level(logging.WARNING), heard_by_pytest():
-        make_trainer(tmp_path, callbacks=[S3Callback(uri, attempts=1)], **options).train()
-    assert re.search(message, caplog.text)
+        make_trainer(tmp_path, callbacks=callbacks, **{**SAVING, "save_strategy": "no", "max_steps": 1}).train()
+    assert re.search(r"cannot be read, .*127\.0\.0\.1:9", caplog.text)
+    assert "taken has checkpoints already" in caplog.text
+    # It may answer when the first checkpoint is there.
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    check_can_upload(URI)
 
 
 # ---- The run log ----

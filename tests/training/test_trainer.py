@@ -379,10 +379,13 @@ def test_the_mean_loss_is_that_of_the_steps_that_were_taken(tmp_path):
         return loss * (1 if len(losses) == 2 else torch.nan)
 
     trainer.compute_loss = spoil
-    trainer.train()
+    output = trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["skipped_nonfinite_steps"] for entry in logs] == [1, 2]
     assert logs[0]["loss"] == pytest.approx(losses[1], rel=1e-6) and math.isnan(logs[1]["loss"])
+    # Of the whole run too.
+    assert output.training_loss == output.metrics["train_loss"] == trainer.state.log_history[-1]["train_loss"]
+    assert output.training_loss == logs[0]["loss"]
 
 
 # ---- Compiled layers ----
