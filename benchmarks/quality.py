@@ -2,19 +2,25 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """What drafters of SmolLM2-135M-Instruct are worth, setting by setting, next to speculators 0.9.0's on the same batches.
 
-    python benchmarks/quality.py --target SmolLM2-135M-Instruct --prompts prompts_eval_*.jsonl --jobs 6 --gpus 2 --time-limit 300
-    python benchmarks/quality.py --target SmolLM2-135M-Instruct --prompts prompts_eval_*.jsonl --setting dpace --seed 1
-    python benchmarks/quality.py --target SmolLM2-135M-Instruct --prompts ... --speed base muon_dpace speculators
+    mkdir -p quality_work && cp benchmarks/results/quality/replies.jsonl.gz quality_work/
+    python benchmarks/quality.py --target SmolLM2-135M-Instruct --results outputs/quality --jobs 6 --gpus 2 --time-limit 300
+    python benchmarks/quality.py --target SmolLM2-135M-Instruct --results outputs/quality --setting dpace --seed 1
+    python benchmarks/quality.py --target SmolLM2-135M-Instruct --results outputs/quality --speed base muon_dpace speculators
     python benchmarks/quality.py --report docs/ablations.md
     python benchmarks/quality.py --example-card docs/example_card
     python benchmarks/quality.py --tiny --setting base                              # any CPU, seconds
 
-The first form trains all settings of `PRIORITY` that `--results` has no finished JSON of, several at once on each GPU, the most
-telling ones first; what is cut off leaves its curve so far, and goes on from its checkpoint if `--work` is still there.
+The target is made by recipes/smollm2/build_smollm2.py. Its replies to the evaluation prompts are read from `--work`, so the first
+line copies those that ship here; without them it writes its own to `--prompts`: JSONL rows with `messages`, one file a domain, which
+`prompts_eval_DOMAIN.jsonl` names.
+
+The second line trains all settings of `PRIORITY` that `--results` has no finished JSON of (its default holds those that ship here),
+several at once on each GPU, the most telling ones first; what is cut off leaves its curve so far, and goes on from its checkpoint if
+`--work` is still there.
 
 Equal samples: the same rows in the same micro-batches in the same order for every setting of a seed, so figures do not depend
-on how many runs share a GPU. Acceptance length: the greedy walk over replies that the target wrote. Speed is
-another matter: `--speed` runs settings alone, one after the other.
+on how many runs share a GPU. Acceptance length: the greedy walk over replies that the target wrote. Speed is another matter:
+`--speed` runs settings alone, one after the other.
 """
 
 import argparse
