@@ -11,7 +11,7 @@ from ..drafter.losses import position_weights
 from ..evaluation.acceptance import count_accepted, find_replies, walk_reply
 from ..target.frozen_target import TargetFeatures
 from .block_batch import BlockBatch, PackedDocuments, lay_out_blocks
-from .metric_sums import ratio, reduce_sums
+from .metric_sums import mean, ratio, reduce_sums
 
 
 # Of an evaluation, beside `accuracy_slot_1` and so on.
@@ -34,15 +34,17 @@ class HeldOutEvaluation:
         self._host_group.wait()
         sums = reduce_sums(self._eval_sums, self.accelerator)
         values = (
-            ratio(sums["loss"], sums["weight"]),
-            ratio(sums["walk_tokens"], sums["walk_blocks"]),
-            1 + ratio(sums["accepted"], sums["blocks"]),
-            ratio(sums["correct"].sum(), sums["supervised"].sum()),
-            ratio(sums["agreeing"], sums["replied"]),
+            mean(sums["loss"], sums["weight"]),
+            mean(sums["walk_tokens"], sums["walk_blocks"]),
+            1 + mean(sums["accepted"], sums["blocks"]),
+            mean(sums["correct"].sum(), sums["supervised"].sum()),
+            mean(sums["agreeing"], sums["replied"]),
         )
         metrics = dict(zip(METRICS, values, strict=True))
         for slot, (correct, supervised) in enumerate(zip(sums["correct"], sums["supervised"], strict=True), start=1):
             metrics[f"accuracy_slot_{slot}"] = ratio(correct, supervised)
+        if sums["skipped_blocks"] > 0:
+            metrics["skipped_nonfinite_blocks"] = int(sums["skipped_blocks"])
         if self._stop_callback.is_stopping:
             # Cut short, so it says nothing; it is made up for when the run goes on.
             metrics = dict.fromkeys(metrics, float("nan"))
@@ -104,17 +106,24 @@ class HeldOutEvaluation:
         sums = self._eval_sums
         walked: list[int] = []
         for first, end in find_replies(documents.loss_mask.numpy(), documents.document_ids.numpy()):
+            if end - first > 1 and first not in accepted:
+                # Of a document whose features are not finite.
+                continue
             lengths = walk_reply(first, end, accepted)
             sums["walk_tokens"] += sum(lengths)
             sums["walk_blocks"] += len(lengths)
             walked += lengths
         data_ids = documents.token_ids[label_positions + 1].to(self.args.device)
-        sums["agreeing"] += (features.label_ids == data_ids).sum()
-        sums["replied"] += len(label_positions)
+        is_lost = torch.tensor([anchor not in accepted for anchor in anchors.tolist()], dtype=torch.bool)
+        lost_documents = documents.document_ids[anchors[is_lost]].unique()
+        is_kept = ~torch.isin(documents.document_ids[label_positions], lost_documents)
+        sums["agreeing"] += ((features.label_ids == data_ids) & is_kept.to(self.args.device)).sum()
+        sums["replied"] += int(is_kept.sum())
         return walked
 
     def _evaluate_blocks(self, model, batch: BlockBatch, features: TargetFeatures) -> dict[int, int]:
-        """Sums loss and accuracy, and returns the accepted drafts of the block at each anchor's packed position."""
+        """Sums loss and accuracy, and returns the accepted drafts of the block at each anchor's packed position, without blocks of
+        documents whose features are not finite."""
         hidden_states, kept_blocks = self.draft(model, batch, features)
         sums = self._eval_sums
         # The decay weights make evaluations comparable, whatever the weighting of training.
@@ -135,6 +144,8 @@ class HeldOutEvaluation:
         right = (predictions.view_as(batch.data_labels) == batch.data_labels) & batch.supervised
         accepted = count_accepted(right)
         valid = batch.valid.flatten()
-        sums["accepted"] += (accepted * valid).sum()
-        sums["blocks"] += valid.sum()
-        return dict(zip(batch.anchor_positions[valid].tolist(), accepted[valid].tolist(), strict=True))
+        measured = valid & kept_blocks
+        sums["accepted"] += (accepted * measured).sum()
+        sums["blocks"] += measured.sum()
+        sums["skipped_blocks"] += (valid & ~kept_blocks).sum()
+        return dict(zip(batch.anchor_positions[measured].tolist(), accepted[measured].tolist(), strict=True))

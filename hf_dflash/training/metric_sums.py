@@ -54,9 +54,9 @@ def ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> float:
     return float(numerator) / float(denominator) if float(denominator) > 0 else 0.0
 
 
-def mean_loss(loss: torch.Tensor, steps: torch.Tensor) -> float:
-    """Over the steps that were taken; NaN if none was."""
-    return ratio(loss, steps) if steps > 0 else math.nan
+def mean(total: torch.Tensor, count: torch.Tensor) -> float:
+    """NaN of nothing: a loss, or an acceptance length, of 0 would be taken for one."""
+    return ratio(total, count) if count > 0 else math.nan
 
 
 def save_sums(sums: Sums, checkpoint: str, rank: int) -> None:

@@ -46,7 +46,7 @@ from .checks import check_arguments, check_can_train, check_fit, check_supervisi
 from .evaluation import HeldOutEvaluation
 from .host_group import HostGroup
 from .interruption import CatchUpCallback, StopCallback, StopSignals
-from .metric_sums import Sums, add_sums, begin_window, load_sums, mean_loss, new_sums, ratio, reduce_sums, save_sums
+from .metric_sums import Sums, add_sums, begin_window, load_sums, mean, new_sums, ratio, reduce_sums, save_sums
 from .micro_batches import MicroBatches
 from .muon import MuonWithAdamW
 from .plan import check_launch, place_targets_of_this_process
@@ -370,7 +370,8 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         return _finite_or_zero(loss)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """Lets the optimizer pass over a step whose gradients are not finite; the host does not learn of it."""
+        """Lets the optimizer pass over a step whose gradients are not finite; the host does not learn of it with Muon and with fused
+        optimizers, AdamW among them by default."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if isinstance(grad_norm, torch.Tensor) and self.accelerator.scaler is None:
@@ -381,13 +382,15 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
             # The mean loss is that of the steps that were taken.
             self._train_sums["steps"] -= counted
             self._train_sums["loss"] -= torch.where(is_lost, self._step_sums["loss"], 0)
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if isinstance(optimizer, MuonWithAdamW):
+                optimizer.pass_over(is_lost)
+            elif getattr(optimizer, "_step_supports_amp_scaling", False):
                 # Fused optimizers read on the device what a gradient scaler would tell them.
                 optimizer.found_inf = is_lost.to(torch.float32)
-            else:
-                gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-                for gradient in gradients:
-                    gradient.masked_fill_(is_lost, 0)
+            elif bool(is_lost):
+                # Others would go on by momentum and weight decay with gradients of zero, so the host has to wait and see.
+                for parameter in model.parameters():
+                    parameter.grad = None
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -401,7 +404,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         if "loss" in logs and "learning_rate" in logs:
             sums = reduce_sums(self._train_sums | self._step_times.collect(), self.accelerator)
             self._train_sums = begin_window(self._train_sums)
-            logs["loss"] = mean_loss(sums["loss"], sums["steps"])
+            logs["loss"] = mean(sums["loss"], sums["steps"])
             logs["accuracy"] = ratio(sums["correct"].sum(), sums["supervised"].sum())
             logs["anchor_acceptance_length"] = 1 + ratio(sums["accepted"], sums["blocks"])
             logs["blocks"] = int(sums["blocks"])
@@ -415,7 +418,7 @@ class DFlashTrainer(MicroBatches, HeldOutEvaluation, HubPublishing, Trainer):
         if "train_runtime" in logs:
             # What `Trainer` has put there counts lost steps as 0, and knows nothing of the steps before a stop.
             sums = reduce_sums(begin_window(self._train_sums), self.accelerator)
-            logs["train_loss"] = mean_loss(sums["run_loss"], sums["run_steps"])
+            logs["train_loss"] = mean(sums["run_loss"], sums["run_steps"])
         super().log(logs, start_time)
 
     # ---- Training, going on, stopping ----

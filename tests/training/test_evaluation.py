@@ -10,6 +10,8 @@ from tiny_drafters import BLOCK_SIZE, MASK_TOKEN_ID, TARGET_LAYER_IDS, make_draf
 from tiny_models import make_target
 from tiny_training import BrokenTarget, make_dataset, make_trainer
 
+from hf_dflash.training.evaluation import METRICS
+
 
 pytestmark = pytest.mark.compat
 
@@ -164,7 +166,7 @@ def test_several_evaluation_sets_by_name_and_one_that_is_passed(tmp_path):
         make_trainer(tmp_path, eval_dataset={**sets, "chat": Dataset.from_list(make_rows(["000"]))})
 
 
-def test_a_non_finite_sample_does_not_touch_the_evaluated_loss(tmp_path):
+def test_a_non_finite_sample_is_left_out_of_every_figure_and_counted(tmp_path):
     target = make_target("qwen3", torch.float64)
     rows = make_rows(["00111111", "0011111111", "0111111"])
     rows[1]["input_ids"][0] = 95
@@ -174,8 +176,23 @@ def test_a_non_finite_sample_does_not_touch_the_evaluated_loss(tmp_path):
     _, metrics = evaluate(tmp_path / "1", target=broken, drafter=drafter, dataset=Dataset.from_list(rows))
     without = Dataset.from_list([rows[0], rows[2]])
     _, expected = evaluate(tmp_path / "2", target=target, drafter=drafter, dataset=without)
-    assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-12)
-    assert metrics["eval_accuracy"] == expected["eval_accuracy"]
+    assert metrics.pop("eval_skipped_nonfinite_blocks") == 7
+    for name in expected.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+        assert metrics[name] == pytest.approx(expected[name], abs=1e-12), name
+
+
+def test_an_evaluation_in_which_nothing_is_finite_says_so_instead_of_a_loss_of_zero(tmp_path):
+    target = make_target("qwen3", torch.float64)
+    broken = BrokenTarget(target, TARGET_LAYER_IDS)
+    rows = make_rows(["00111111", "0111111"])
+    for row in rows:
+        row["input_ids"][0] = 95
+    broken.first_token, broken.value = 95, math.nan
+    _, metrics = evaluate(
+        tmp_path, target=broken, drafter=make_drafter(target, torch.float64), dataset=Dataset.from_list(rows)
+    )
+    assert metrics["eval_skipped_nonfinite_blocks"] == 10
+    assert all(math.isnan(metrics[f"eval_{name}"]) for name in METRICS)
 
 
 def test_predict_measures_what_evaluate_does(tmp_path):

@@ -344,8 +344,18 @@ def test_a_subclass_may_add_to_the_loss_what_it_makes_of_the_outputs(tmp_path):
 # ---- Steps that are lost ----
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
-def test_a_step_with_gradients_that_are_not_finite_changes_no_weight_and_is_counted(optim, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim": "adamw_torch_fused"},
+        {"optim": "adamw_torch"},
+        {"optim": "adafactor"},
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+        {"matrix_optimizer": "muon"},
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_a_step_with_gradients_that_are_not_finite_changes_no_weight_and_is_counted(options, tmp_path):
     class Watch(TrainerCallback):
         def __init__(self):
             self.weights = []
@@ -354,7 +364,7 @@ def test_a_step_with_gradients_that_are_not_finite_changes_no_weight_and_is_coun
             self.weights.append(weights_of(model))
 
     watch = Watch()
-    trainer = make_trainer(tmp_path, max_steps=4, optim=optim, callbacks=[watch], logging_steps=2)
+    trainer = make_trainer(tmp_path, max_steps=4, weight_decay=0.1, callbacks=[watch], logging_steps=2, **options)
     weight = trainer.model.layers[0].mlp.up_proj.weight
     weight.register_hook(lambda gradient: gradient * (torch.nan if trainer.state.global_step == 2 else 1))
     trainer.train()
