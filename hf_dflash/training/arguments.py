@@ -17,6 +17,7 @@ BEST_METRIC = "eval_acceptance_length"
 
 MATRIX_OPTIMIZERS = ("same", "muon")
 SWITCHES = ("auto", "on", "off")
+_ADAMW = ("adamw_torch_fused", "adamw_torch")
 
 # Options of `Trainer` that nothing here would read, and what there is instead.
 _WITHOUT_EFFECT = {
@@ -368,6 +369,7 @@ class DFlashTrainingArguments(TrainingArguments):
             self.trackio_static_space_id = False
         if self.num_anchors != "auto" and self.num_anchors < 1:
             raise ValueError(f"`--num_anchors` is {self.num_anchors}: it must be at least 1, or auto.")
+        self.anchor_ratio = 0.0 if self.anchor_ratio is None else self.anchor_ratio
         # Not `< 0`: NaN is neither, and would draw no anchor and report a loss of 0.
         if not self.anchor_ratio >= 0:
             raise ValueError(f"`--anchor_ratio` is {self.anchor_ratio}: it must be positive, or 0 for no limit.")
@@ -396,6 +398,11 @@ class DFlashTrainingArguments(TrainingArguments):
                 "use `--labels target`."
             )
         super().__post_init__()
+        if self.matrix_optimizer == "muon" and (self.optim_args or self.optim.value not in _ADAMW):
+            named = f"--optim_args {self.optim_args}" if self.optim_args else f"--optim {self.optim.value}"
+            raise ValueError(
+                f"`{named}` would have no effect: `--matrix_optimizer muon` is Muon on matrices and AdamW on the rest. Leave one out."
+            )
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
             # They follow the metric and take it for a loss, unless they are told.
             mode = "max" if self.greater_is_better else "min"

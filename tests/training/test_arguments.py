@@ -89,11 +89,17 @@ def test_every_option_of_ours_can_be_given_on_the_command_line_and_is_documented
         ({"num_train_epochs": -1.0}, "--num_train_epochs"),
         ({"num_train_epochs": float("inf")}, "--num_train_epochs"),
         ({"weight_decay": float("nan")}, "--weight_decay"),
+        ({"matrix_optimizer": "muon", "optim": "adafactor"}, "--optim adafactor.*--matrix_optimizer muon"),
+        ({"matrix_optimizer": "muon", "optim_args": "eps=1e-3"}, "--optim_args eps=1e-3.*--matrix_optimizer muon"),
     ],
 )
 def test_unusable_options_are_refused_by_their_flag(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         DFlashTrainingArguments(str(tmp_path), **options)
+
+
+def test_no_limit_of_anchors_is_0_or_none(tmp_path):
+    assert DFlashTrainingArguments(str(tmp_path), anchor_ratio=None).anchor_ratio == 0
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
