@@ -38,6 +38,13 @@ def make_peer(drafter: DFlashForSpeculation, target: FrozenTarget) -> core.DFlas
     return peer
 
 
+class TheirOptimizers(MuonWithAdamW):
+    """One optimizer whose parts are replaced by speculators'."""
+
+    def pass_over(self, is_lost: torch.Tensor) -> None:
+        """Theirs take every step."""
+
+
 class SpeculatorsTrainer(DFlashTrainer):
     """
     Args:
@@ -66,7 +73,7 @@ class SpeculatorsTrainer(DFlashTrainer):
             self.optimizer = parts[0]
             if len(parts) > 1:
                 # One optimizer of several parts, for the Trainer; the parts are theirs.
-                self.optimizer = MuonWithAdamW(self.model, self.args.learning_rate, 0.0, (0.9, 0.999), 1e-8)
+                self.optimizer = TheirOptimizers(self.model, self.args.learning_rate, 0.0, (0.9, 0.999), 1e-8)
                 self.optimizer.parts = parts
                 self.optimizer._share_groups()
         return super().create_optimizer(model)

@@ -97,7 +97,7 @@ class ObjectStore:
             from boto3.s3.transfer import TransferConfig
             from botocore.config import Config
         except ImportError:
-            raise ImportError("s3:// needs the package boto3: pip install hf-dflash[s3]") from None
+            raise ImportError("s3:// needs the package boto3: pip install 'hf-dflash[s3]'") from None
 
         self.dry_run = dry_run
         self.report = report

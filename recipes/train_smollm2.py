@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     if not torch.cuda.is_available():
         flags += ["--use_cpu", "true", "--bf16", "false"]
     job, args = parse_job([*flags, *argv], prog="train_smollm2.py")
-    if job.completions == [COMPLETIONS]:
+    if job.completions == [COMPLETIONS] and not job.dry_run:
         train, heldout = hold_out(COMPLETIONS, args.output_dir)
         job.completions, job.eval_completions = [train], [heldout]
     run_job(job, args)

@@ -131,7 +131,7 @@ class ChatClient:
         try:
             import aiohttp
         except ImportError:
-            raise ImportError("Asking a server needs the package aiohttp: pip install hf-dflash[data]") from None
+            raise ImportError("Asking a server needs the package aiohttp: pip install 'hf-dflash[data]'") from None
 
         self._servers = [_Server(url.rstrip("/")) for url in self.base_urls]
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

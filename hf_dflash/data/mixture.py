@@ -29,7 +29,7 @@ from .mixture_file import Mixture, MixtureSource, load_mixture
 from .on_policy import PromptConversation
 from .prompt_mapping import map_row
 from .prompt_overlap import EvaluationOverlap, NearDuplicates, words_of
-from .sources import Source, list_sources, parse_line, read_all_rows
+from .sources import HUB_PREFIX, Source, list_sources, parse_line, read_all_rows
 
 
 def build_mixture(
@@ -58,10 +58,7 @@ def build_mixture(
     """
     output = Path(output_dir or mixture.output)
     overlap = _read_evaluation_prompts(mixture, endpoint_url)
-    files = {
-        source.name: list_sources(source.path, endpoint_url=endpoint_url, split=source.split)
-        for source in mixture.sources
-    }
+    files = _find_files(mixture, endpoint_url)
     reports: dict[str, Counter] = {source.name: Counter() for source in mixture.sources}
     known = NearDuplicates(**mixture.near_duplicates) if mixture.near_duplicates is not None else None
     with locked_folder(output, "writing prompts into"), tempfile.TemporaryFile(dir=output) as stage:
@@ -120,6 +117,18 @@ def _read_evaluation_prompts(mixture: Mixture, endpoint_url: str | None) -> Eval
         except RowSkipped as skipped:
             raise ValueError(f"{where} is no evaluation prompt: {skipped}") from None
     return EvaluationOverlap(prompts, **options)
+
+
+def _find_files(mixture: Mixture, endpoint_url: str | None) -> dict[str, list[Source]]:
+    """The files of each source, in the mixture's order."""
+    found = {}
+    # Datasets of the Hub last: they take minutes to fetch, for which a mistake in a path need not wait.
+    for source in sorted(mixture.sources, key=lambda source: HUB_PREFIX in str(source.path)):
+        try:
+            found[source.name] = list_sources(source.path, endpoint_url=endpoint_url, split=source.split)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"Source `{source.name}` of the mixture: {error}") from error
+    return {source.name: found[source.name] for source in mixture.sources}
 
 
 def _collect(

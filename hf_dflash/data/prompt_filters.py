@@ -44,5 +44,5 @@ def _language_of(text: str) -> str:
     try:
         import py3langid
     except ImportError:
-        raise ImportError("Filtering by language needs the package py3langid: pip install hf-dflash[data]") from None
+        raise ImportError("Filtering by language needs the package py3langid: pip install 'hf-dflash[data]'") from None
     return py3langid.classify(text[:2000])[0]

@@ -65,7 +65,7 @@ class NearDuplicates:
             from datasketch import MinHashLSH
         except ImportError:
             raise ImportError(
-                "Removing near-duplicates needs the package datasketch: pip install hf-dflash[data]"
+                "Removing near-duplicates needs the package datasketch: pip install 'hf-dflash[data]'"
             ) from None
         if not 0 < similarity <= 1:
             raise ValueError(f"similarity must be in (0, 1], but is {similarity}.")

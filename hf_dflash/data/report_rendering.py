@@ -116,7 +116,7 @@ def plot_report(report: DatasetReport, path: str | os.PathLike) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("The picture needs the package matplotlib: pip install hf-dflash[eval]") from None
+        raise ImportError("The picture needs the package matplotlib: pip install 'hf-dflash[eval]'") from None
     figure = Figure(figsize=(12, 8), layout="constrained")
     axes = figure.subplots(2, 2)
     for axis, title, histogram in (

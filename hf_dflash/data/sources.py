@@ -261,7 +261,7 @@ def load_hub_dataset(uri: str):
     try:
         import datasets
     except ImportError:
-        raise ImportError("Hub datasets need the package datasets: pip install hf-dflash[data]") from None
+        raise ImportError("Hub datasets need the package datasets: pip install 'hf-dflash[data]'") from None
     name, split = uri.removeprefix(HUB_PREFIX).rsplit("#", 1)
     config = None
     if not os.path.isdir(name) and name.count("/") == 2:

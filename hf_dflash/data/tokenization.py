@@ -167,7 +167,7 @@ def _require_datasets() -> None:
     try:
         import datasets  # noqa: F401
     except ImportError:
-        raise ImportError("Tokenizing needs the package datasets: pip install hf-dflash[data]") from None
+        raise ImportError("Tokenizing needs the package datasets: pip install 'hf-dflash[data]'") from None
 
 
 def _load_tokenizer(target, chat_template, eos_token_ids) -> "tuple[PreTrainedTokenizerBase, list[int]]":

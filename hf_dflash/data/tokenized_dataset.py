@@ -31,7 +31,7 @@ def load_tokenized_dataset(path: str | Path) -> "Dataset":
     try:
         import datasets
     except ImportError:
-        raise ImportError("Datasets on disk need the package datasets: pip install hf-dflash[data]") from None
+        raise ImportError("Datasets on disk need the package datasets: pip install 'hf-dflash[data]'") from None
     if not is_tokenized_dataset(path):
         raise FileNotFoundError(f"{path} is not a finished dataset: make it with `hf-dflash tokenize`.")
     return datasets.load_from_disk(str(path))

@@ -225,7 +225,7 @@ def import_peft():
     try:
         import peft
     except ImportError as error:
-        raise ImportError("Adapters need peft: `pip install hf-dflash[peft]`.") from error
+        raise ImportError("Adapters need peft: `pip install 'hf-dflash[peft]'`.") from error
     return peft
 
 

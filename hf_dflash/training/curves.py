@@ -16,7 +16,7 @@ def plot_curves(log_history: list[dict], path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib: `pip install hf-dflash[eval]`.") from error
+        raise ImportError("Pictures need matplotlib: `pip install 'hf-dflash[eval]'`.") from error
 
     training = [entry for entry in log_history if "loss" in entry]
     evaluations = [entry for entry in log_history if "eval_loss" in entry]

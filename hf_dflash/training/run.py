@@ -482,12 +482,15 @@ def train_and_save(trainer: DFlashTrainer) -> dict[str, float]:
     return metrics
 
 
-def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
-    """Runs the whole job: tokenize, load, train, evaluate, save.
+def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer | None:
+    """Runs the whole job: tokenize, load, train, evaluate, save. With `dry_run` it only says what that would be.
 
     Returns:
-        [`DFlashTrainer`]: after training.
+        [`DFlashTrainer`]: after training; nothing after a dry run.
     """
+    if job.dry_run:
+        print(describe_job(job, args))
+        return None
     # Before the lock: several processes that are not one launch would be told that they keep one another out.
     check_launch(args.world_size)
     # From here on, as tokenizing and loading write there too, or take long.
@@ -500,9 +503,6 @@ def run_job(job: JobArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
 def main(argv: list[str] | None = None) -> int:
     """`hf-dflash train`."""
     job, args = parse_job(argv)
-    if job.dry_run:
-        print(describe_job(job, args))
-        return 0
     try:
         run_job(job, args)
     finally:

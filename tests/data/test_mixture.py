@@ -7,6 +7,7 @@ import re
 import pytest
 from mixture_examples import CASES, FILLER, user, write_mixture
 
+from hf_dflash.data import sources
 from hf_dflash.data.mixture import build_mixture, format_report, main
 from hf_dflash.data.on_policy import PromptConversation
 from hf_dflash.data.prompt_overlap import words_of
@@ -136,4 +137,11 @@ def test_a_field_that_some_rows_lack_is_no_error(tmp_path):
 def test_evaluation_prompts_that_are_not_there_are_named_by_their_key(tmp_path):
     text = "evaluation_prompts: {path: [TMP/eval]}\nsources: [{name: a, path: TMP/a.jsonl, mapping: {prompt: text}}]"
     with pytest.raises(FileNotFoundError, match="`evaluation_prompts` of the mixture: .*eval"):
+        build_mixture(write_mixture(tmp_path, text), disable_tqdm=True)
+
+
+def test_a_file_that_is_not_there_is_named_with_its_source_before_anything_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_describe_hub_dataset", lambda *_: pytest.fail("fetched"))
+    text = "sources: [{name: hub, path: hub://some/set, mapping: {prompt: text}}, {name: mine, path: TMP/prompts, mapping: {prompt: text}}]"
+    with pytest.raises(FileNotFoundError, match="Source `mine` of the mixture: .*prompts"):
         build_mixture(write_mixture(tmp_path, text), disable_tqdm=True)

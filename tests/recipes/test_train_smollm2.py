@@ -33,3 +33,12 @@ def test_the_recipe_trains_evaluates_what_it_held_out_and_writes_a_card(load_rec
     assert (drafter.config.num_hidden_layers, drafter.config.block_size, drafter.config.mask_token_id) == (1, 8, 4)
     card = (output / "README.md").read_text(encoding="utf-8")
     assert "held-out replies" in card and "matrix_optimizer: muon" in card
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(load_recipe, tmp_path, capsys, tiny_qwen3):
+    tiny_qwen3.config.save_pretrained(tmp_path / "target")
+    output = tmp_path / "out"
+    load_recipe("train_smollm2").main(
+        f"--target {tmp_path / 'target'} --output_dir {output} --target_layer_ids 0 2 4 --mask_token_id 4 --dry_run".split()
+    )
+    assert "matrix_optimizer" in capsys.readouterr().out and not output.exists()
