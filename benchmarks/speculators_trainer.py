@@ -69,13 +69,10 @@ class SpeculatorsTrainer(DFlashTrainer):
                 save_path="",
                 optimizer=self.peer_options["optimizer"],
             )
-            parts = build_optimizers(self.peer, config)
-            self.optimizer = parts[0]
-            if len(parts) > 1:
-                # One optimizer of several parts, for the Trainer; the parts are theirs.
-                self.optimizer = TheirOptimizers(self.model, self.args.learning_rate, 0.0, (0.9, 0.999), 1e-8)
-                self.optimizer.parts = parts
-                self.optimizer._share_groups()
+            # One optimizer for the Trainer; the parts are theirs.
+            self.optimizer = TheirOptimizers(self.model, self.args.learning_rate, 0.0, (0.9, 0.999), 1e-8)
+            self.optimizer.parts = build_optimizers(self.peer, config)
+            self.optimizer._share_groups()
         return super().create_optimizer(model)
 
     def request_of(self, batch: BlockBatch) -> FeatureRequest:
