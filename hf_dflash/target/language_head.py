@@ -41,7 +41,7 @@ class LanguageHead:
                 f"{type(model).__name__} has no language head: load the target with AutoModelForCausalLM, not AutoModel."
             )
         config = model.config.get_text_config(decoder=True)
-        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(linear.weight.detach(), getattr(linear, "bias", None), float(scale), softcap)
 
