@@ -6,7 +6,7 @@ The states in a checkpoint bring those of the run that saved it along, and `load
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,9 +27,13 @@ def keep_options(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
         optimizer (`torch.optim.Optimizer`), schedule: as they were made for this run.
     """
     schedule = getattr(schedule, "scheduler", schedule)
+    of_torch = getattr(optimizer, "optimizer", optimizer)
     options = [{name: group[name] for name in _OPTIONS if name in group} for group in optimizer.param_groups]
     peaks = list(schedule.base_lrs) if isinstance(schedule, LambdaLR) else None
-    yield
+    with ExitStack() as hooks:
+        for part in getattr(of_torch, "parts", [of_torch]):
+            hooks.callback(part.register_load_state_dict_pre_hook(_stay_fused).remove)
+        yield
     for group, of_this_run in zip(optimizer.param_groups, options, strict=True):
         group.update(of_this_run)
     if peaks is None:
@@ -40,3 +44,11 @@ def keep_options(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
     ]
     for group, peak, rate in zip(optimizer.param_groups, peaks, schedule._last_lr, strict=True):
         group["initial_lr"], group["lr"] = peak, rate
+
+
+def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict) -> dict:
+    """The state of one that was not fused, for one that is: the trainer tells it of lost steps, which only fused ones can be told."""
+    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    return state_dict | {
+        "param_groups": [saved | {"fused": True} if own.get("fused") else saved for saved, own in groups]
+    }

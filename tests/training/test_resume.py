@@ -267,6 +267,22 @@ def test_options_of_the_optimizer_that_change_half_way_hold_from_there(matrix_op
     assert groups == wanted
 
 
+@pytest.mark.parametrize("matrix_optimizer", ["same", "muon"])
+def test_a_fused_optimizer_goes_on_from_the_state_of_one_that_was_not(matrix_optimizer, tmp_path):
+    options = {"matrix_optimizer": matrix_optimizer}
+    trainer_of(tmp_path, **options, callbacks=[StopAt(5, by_control)]).train()
+    path = tmp_path / "checkpoint-5" / "optimizer.pt"
+    state = torch.load(path, weights_only=True)
+    *_, adamw = state.get("parts", [state])
+    for group in adamw["param_groups"]:
+        group["fused"] = None
+    torch.save(state, path)
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3 * STEPS_OF_EPOCH
+    assert resumed.optimizer.param_groups[-1]["fused"] is True
+
+
 def test_steps_between_logs_evaluations_and_saves_that_change_half_way_hold_from_there(tmp_path):
     old = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5, "logging_steps": 1}
     trainer_of(tmp_path, **old, callbacks=[StopAt(5, by_control)]).train()
