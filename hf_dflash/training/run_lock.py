@@ -87,13 +87,21 @@ def _open_locked(path: Path) -> IO:
                 f"{path.parent} belongs to a run that has not ended: {holder}. Wait for it, or stop it with `kill`, upon which "
                 "it saves a checkpoint, or give this run another `--output_dir`."
             ) from None
-        if os.fstat(lock.fileno()).st_nlink:
+        if _is_at(path, lock):
             break
         lock.close()  # its holder has taken it away after it was opened here
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
+
+
+def _is_at(path: Path, lock: IO) -> bool:
+    # Not by the number of its links: some network file systems count none.
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _give_back(folder: Path, made: list[Path]) -> None:

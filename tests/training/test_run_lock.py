@@ -137,6 +137,20 @@ def test_a_lock_file_that_its_holder_takes_away_lets_no_second_run_in(tmp_path, 
         assert taken_away and is_locked(tmp_path)
 
 
+def test_a_file_system_that_counts_no_links_keeps_no_run_waiting(tmp_path, monkeypatch):
+    fstat, asked = os.fstat, []
+
+    def fstat_without_links(file):
+        asked.append(file)
+        assert len(asked) < 100
+        mode, inode, device, _, *others = fstat(file)
+        return os.stat_result((mode, inode, device, 0, *others))
+
+    monkeypatch.setattr(os, "fstat", fstat_without_links)
+    with only_run_in(tmp_path, ALONE):
+        assert is_locked(tmp_path)
+
+
 def test_where_the_file_system_has_no_locks_a_run_goes_on_without(tmp_path, monkeypatch, caplog):
     def flock(lock, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
