@@ -190,7 +190,8 @@ def _is_drafter(name: str) -> bool:
         below = adapter.get("auto_mapping")
         if isinstance(below, dict) and below.get("base_model_class") == "DFlashForSpeculation":
             return True
-        config = _read_config(str(adapter.get("base_model_name_or_path")), "config.json") if adapter else None
+        base = adapter.get("base_model_name_or_path")
+        config = _read_config(base, "config.json") if base else None
     config = config or {}
     return config.get("model_type") == "dflash" or "DFlashDraftModel" in (config.get("architectures") or [])
 
