@@ -5,7 +5,8 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -55,34 +56,81 @@ def locked_folder(folder: Path, doing: str) -> Iterator[None]:
     Raises:
         `ValueError`: if another process has it.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = missing_folders(folder)
     path = folder / ".lock"
-    with _lock(path, doing):
+    with lock_file(path, lambda _: f"Another process is {doing} {folder}."):
         try:
             yield
         finally:
             if folder.is_dir() and [item.name for item in folder.iterdir()] == [path.name]:
                 path.unlink()
-                for empty in made:
-                    try:
-                        empty.rmdir()
-                    except OSError:
-                        break  # somebody has put something into it meanwhile
+                remove_empty(made)
 
 
-def _lock(path: Path, doing: str) -> IO:
-    """The lock file, open and locked."""
+# What this process has locked. A lock lives until the last copy of its descriptor is closed, and a forked process may outlive this one.
+_locked: weakref.WeakSet[IO] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for lock in list(_locked):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def lock_file(path: Path, refuse: Callable[[str], str]) -> IO:
+    """
+    Opens a file, made with its folders if need be, and keeps other processes from doing the same until it is closed or this process
+    has ended. Whoever takes it away does so before closing it.
+
+    Args:
+        path (`Path`): of the file.
+        refuse (`Callable`): the message for whoever comes second, from what the holder has written into the file.
+
+    Raises:
+        `ValueError`: if another process has it.
+        `OSError`: if it cannot be written, or the file system has no locks.
+    """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock = open(path, "w")
+            lock = open(path, "a+", encoding="utf-8")
         except FileNotFoundError:
             continue  # its holder has just taken the empty folder away
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            with lock:
+                lock.seek(0)
+                message = refuse(lock.read())
+            raise ValueError(message) from None
+        except OSError:
             lock.close()
-            raise ValueError(f"Another process is {doing} {path.parent}.") from None
-        if os.fstat(lock.fileno()).st_nlink:
+            raise
+        if _is_at(path, lock):
+            _locked.add(lock)
             return lock
         lock.close()  # its holder has taken it away after it was opened here
+
+
+def _is_at(path: Path, lock: IO) -> bool:
+    # Not by the number of its links: some network file systems count none.
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and those above it, as far as they are not there, the lowest first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Takes folders away, the lowest first, up to one into which somebody has put something."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            break

@@ -5,7 +5,6 @@
 The lock is the system's (flock) and goes with the process, however that ends: nothing stale is left to be cleared away.
 """
 
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import IO
 
 from transformers.utils import logging
 
+from ..atomic_files import lock_file, missing_folders, remove_empty
 from .host_group import HostGroup
 
 
@@ -26,14 +26,8 @@ LOCK_FILE = ".run.lock"
 # What this process holds. It may come in twice: `hf-dflash train` holds the folder for longer than `train` does.
 _held: dict[Path, IO] = {}
 
-
-def _let_go_in_child() -> None:
-    # A lock lives until the last copy of its descriptor is closed: data workers that outlive a killed run would keep it.
-    while _held:
-        _held.popitem()[1].close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
+# A forked process holds nothing: its copies of the files are closed.
+os.register_at_fork(after_in_child=_held.clear)
 
 
 @contextmanager
@@ -51,7 +45,7 @@ def only_run_in(folder: str | os.PathLike, group: HostGroup) -> Iterator[None]:
     """
     folder = Path(folder).resolve()
     is_ours_already = folder in _held
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = missing_folders(folder)
     try:
         group.on_first_rank(lambda: _take(folder))
         yield
@@ -64,52 +58,25 @@ def _take(folder: Path) -> None:
     if folder in _held:
         return
     try:
-        _held[folder] = _open_locked(folder / LOCK_FILE)
+        lock = lock_file(folder / LOCK_FILE, lambda holder: _refuse(folder, holder))
     except OSError as error:
         # Not every file system has locks. Where nothing can be written at all, whoever has to write says so.
         logger.warning_once(f"{folder} cannot be locked, so nothing keeps a second run out of it. {error}")
-
-
-def _open_locked(path: Path) -> IO:
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = open(path, "a+", encoding="utf-8")
-        except FileNotFoundError:
-            continue  # its holder has just taken the empty folder away
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with lock:
-                lock.seek(0)
-                holder = lock.read() or "a process that has just begun"
-            raise ValueError(
-                f"{path.parent} belongs to a run that has not ended: {holder}. Wait for it, or stop it with `kill`, upon which "
-                "it saves a checkpoint, or give this run another `--output_dir`."
-            ) from None
-        if _is_at(path, lock):
-            break
-        lock.close()  # its holder has taken it away after it was opened here
+        return
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
-    return lock
+    _held[folder] = lock
 
 
-def _is_at(path: Path, lock: IO) -> bool:
-    # Not by the number of its links: some network file systems count none.
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(lock.fileno()))
-    except FileNotFoundError:
-        return False
+def _refuse(folder: Path, holder: str) -> str:
+    return (
+        f"{folder} belongs to a run that has not ended: {holder or 'a process that has just begun'}. Wait for it, or stop it with "
+        "`kill`, upon which it saves a checkpoint, or give this run another `--output_dir`."
+    )
 
 
 def _give_back(folder: Path, made: list[Path]) -> None:
     with _held.pop(folder):
-        # While it is locked: the next holder's file is another one.
         (folder / LOCK_FILE).unlink(missing_ok=True)
-    for empty in made:
-        try:
-            empty.rmdir()
-        except OSError:
-            break
+    remove_empty(made)
