@@ -348,9 +348,8 @@ class ObjectStore:
             self._client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
             self._head(uri)
             upload = self._client.create_multipart_upload(Bucket=bucket, Key=key)
-            with contextlib.suppress(
-                ClientError
-            ):  # without parts it holds nothing, and uploads do without this permission
+            # Without parts it holds nothing, and uploads do without the permission to give one up.
+            with contextlib.suppress(ClientError):
                 self._client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload["UploadId"])
 
     # ---- the latest of several folders

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file.
 """A drafter's folder: read whole or not at all, written whole or not at all."""
 
+import copy
 import json
 import shutil
 import tempfile
@@ -215,6 +216,16 @@ def read_native_drafter(name_or_path: str | Path) -> DFlashForSpeculation:
     model.load_state_dict(tensors)
     model.config._name_or_path = model.name_or_path = str(name_or_path)
     return model.eval()
+
+
+def merge_adapter(model) -> DFlashForSpeculation:
+    """
+    The drafter that an adapter makes, in fp32. The model stays as it is: it may be in training.
+
+    Args:
+        model (`peft.PeftModel`): on a [`DFlashForSpeculation`].
+    """
+    return copy.deepcopy(model).float().merge_and_unload()
 
 
 def import_peft():

@@ -28,6 +28,7 @@ from .drafter_files import (
     check_is_free,
     check_tensors,
     complete_or_absent,
+    merge_adapter,
     open_folder,
     read_native_form,
 )
@@ -87,7 +88,7 @@ def export_drafter(
         raise ValueError(f"There is no serving engine {sorted(unknown)}: choose from {', '.join(SERVING_ENGINES)}.")
     record = curves = None
     if hasattr(drafter, "merge_and_unload"):
-        drafter = copy.deepcopy(drafter).float().merge_and_unload()
+        drafter = merge_adapter(drafter)
     if isinstance(drafter, DFlashForSpeculation):
         config, tensors = drafter.config, drafter.state_dict()
     else:

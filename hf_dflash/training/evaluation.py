@@ -114,7 +114,7 @@ class HeldOutEvaluation:
             sums["walk_blocks"] += len(lengths)
             walked += lengths
         data_ids = documents.token_ids[label_positions + 1].to(self.args.device)
-        is_lost = torch.tensor([anchor not in accepted for anchor in anchors.tolist()], dtype=torch.bool)
+        is_lost = ~torch.isin(anchors, torch.tensor(list(accepted), dtype=torch.long))
         lost_documents = documents.document_ids[anchors[is_lost]].unique()
         is_kept = ~torch.isin(documents.document_ids[label_positions], lost_documents)
         sums["agreeing"] += ((features.label_ids == data_ids) & is_kept.to(self.args.device)).sum()

@@ -6,7 +6,6 @@ Whatever is pushed, and whenever, `main` is a drafter that loads: bf16 weights, 
 serving form on a branch. `Trainer` would upload the whole output folder instead, the tokenized dataset included.
 """
 
-import copy
 import queue
 import shutil
 import threading
@@ -19,6 +18,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from ..hub.commits import commit_folder
+from ..hub.drafter_files import merge_adapter
 from ..hub.model_card import CURVES_FILE, create_drafter_card, is_local_path
 from ..hub.portability import SERVING_ENGINES, find_problems
 from ..hub.publishing import push_to_hub
@@ -270,15 +270,3 @@ def draw_curves(log_history: list[dict], path: Path) -> bool:
         logger.warning_once(f"The card has no curves. {error}")
         return False
     return True
-
-
-def merge_adapter(model):
-    """The drafter that an adapter makes: what is trained on goes on as it is.
-
-    Args:
-        model (`peft.PeftModel`): on a [`DFlashForSpeculation`].
-
-    Returns:
-        [`DFlashForSpeculation`].
-    """
-    return copy.deepcopy(model).merge_and_unload()
