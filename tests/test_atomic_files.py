@@ -3,6 +3,8 @@
 """Files are whole or not there; a locked folder keeps others out for as long as its holder lives."""
 
 import fcntl
+import os
+import signal
 import subprocess
 import sys
 
@@ -46,6 +48,26 @@ def test_folder_is_locked_for_as_long_as_its_holder_lives(tmp_path):
         holder.kill()
     with locked_folder(tmp_path / "folder", "using"):
         pass
+
+
+def test_a_process_that_was_forked_and_outlives_the_holder_keeps_nobody_out(tmp_path):
+    code = (
+        "import os, sys, pathlib, time; from hf_dflash.atomic_files import locked_folder\n"
+        "with locked_folder(pathlib.Path(sys.argv[1]), 'using'):\n"
+        "    if not os.fork(): print(os.getpid(), flush=True); time.sleep(60)\n"
+        "    sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        child = int(holder.stdout.readline())
+        holder.kill()
+        holder.wait()
+        try:
+            os.kill(child, 0)
+            with locked_folder(tmp_path, "using"):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_locked_folder_into_which_nothing_was_put_is_taken_away_with_those_made_for_it(tmp_path):
